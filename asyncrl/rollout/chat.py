@@ -154,8 +154,8 @@ class ChatRenderer:
     def parse(self, token_ids: Sequence[int]) -> Message:
         """Return the assistant's message in sampled tokens; tool calls as Hermes and Qwen models write them.
 
-        ``content`` is the text outside the calls. Each of ``tool_calls`` has an id, a name and ``arguments`` as JSON
-        gave them. A call that cannot be read leaves its reason in ``malformed``, for the environment to answer.
+        ``content`` is the text outside the calls. Each of ``tool_calls`` has an id, a name and ``arguments``, an object
+        of JSON. A call that cannot be read leaves its reason in ``malformed``, for the environment to answer.
         """
         ended = bool(token_ids) and token_ids[-1] == self._end_of_turn_id
         text = self.decode(token_ids[:-1] if ended else token_ids)
@@ -330,7 +330,8 @@ def tool_call_json(written: str) -> Any:
 def _call(written: str, *, number: int) -> dict[str, Any]:
     """Return one tool call in OpenAI's form; raise a ValueError, in words for the model, if it is none."""
     call = tool_call_json(written)
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
         raise ValueError('a tool call is an object {"name": ..., "arguments": {...}}')
-    function = {"name": call["name"], "arguments": call.get("arguments", {})}
+    function = {"name": call["name"], "arguments": arguments}
     return {"id": f"call_{number}", "type": "function", "function": function}

@@ -186,7 +186,10 @@ class Dispatcher:
         self._changes.notify()
 
     async def drained(self) -> None:
-        """Wait until engines have finished all that has begun, read or not, or until the pause is another one."""
+        """Wait until engines have finished all that has begun, read or not, or until the pause is another one.
+
+        What has lost its replica goes on elsewhere when it is read, and is waited for.
+        """
         while self.paused == "drain" and any(held.begun and not held.finished for held in self._held.values()):
             await self._changes.wait()
             self._set.open_tasks()

@@ -17,8 +17,10 @@ from typing import Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 from msgspec.structs import replace
 
+from asyncrl.data.codec import packed
 from asyncrl.errors import (
     AsyncRLError,
+    CodecError,
     EngineError,
     EnvironmentDeadlineError,
     EnvironmentFailure,
@@ -92,7 +94,7 @@ class AgentEnvironment(Protocol):
 
 
 class Diverged(Exception):
-    """The environment answers differently than in the recorded turns: the episode must begin again without them."""
+    """The episode must begin again without the recorded turns: the answers differ, or they may not be repeated."""
 
 
 def make_environment(factory: EnvironmentFactory) -> Environment:
@@ -119,6 +121,7 @@ async def run_episode(
     request_prefix: str,
     seed: int,
     ends_s: float = math.inf,
+    closes_s: float = math.inf,
     latency_s: float = 0.0,
     times: EpisodeTimes | None = None,
     turns: TurnRecorder | None = None,
@@ -136,19 +139,21 @@ async def run_episode(
     ``{request_prefix}-{n}`` of ``session``. ``on_reply`` is called with each reply before the
     environment gets it. ``turns`` records every sampled turn. The episode begins with the ``recorded`` turns
     instead of sampling them; they are passed to the environment anew. ``times`` counts the time in the environment.
-    No call of the environment goes on after ``ends_s`` of the event loop's time.
+    By the event loop's time, no call of the environment goes on after ``ends_s``, and its close not after ``closes_s``.
 
     Raises:
-        Diverged: with ``recorded`` turns: the environment answers differently than it did then.
+        Diverged: with ``recorded`` turns: the environment answers differently than it did then, or is not replayable.
         EnvironmentFailure: the environment raised (the cause) or returned unusable values (no messages, messages that
             the chat template cannot render, a prompt that alone fills ``max_seq_len``, rewards that are not or do not
-            sum up to a finite float32), with ``tokens_generated``.
+            sum up to a finite float32, an ``info`` that is no data), with ``tokens_generated``.
         EnvironmentDeadlineError: a call of it took longer than ``deadline_s``, with ``tokens_generated``.
         RequestAbortedError: the engine aborted a turn, with ``tokens_generated``.
     """
     episode = _Episode(task)
 
     async def play() -> EpisodeEnd:
+        if recorded and not await _replayable(environment):
+            raise Diverged("the environment cannot be shown its turns again")
         with _outside(times):
             first = await _reset(environment, episode.task, deadline_s=deadline_s, ends_s=ends_s)
         messages = _messages(first, what="reset", least=1)
@@ -197,7 +202,7 @@ async def run_episode(
         return "max_turns"
 
     try:
-        async with _closing(environment, deadline_s=deadline_s, times=times):
+        async with _closing(environment, deadline_s=deadline_s, closes_s=closes_s, times=times):
             reason = await play()
     except EnvironmentFailure as failure:
         failure.tokens_generated = episode.sampled_tokens
@@ -212,26 +217,24 @@ async def run_agent_episode(
     *,
     deadline_s: float,
     ends_s: float = math.inf,
+    closes_s: float = math.inf,
     times: EpisodeTimes | None = None,
 ) -> Trajectory:
     """Run an agent's episode; the environment, used for this episode only, is closed whatever happens.
 
     ``deadline_s`` is that of closing it: an agent has a deadline of its own, and ends at ``ends_s`` of the event loop's
-    time at the latest.
+    time at the latest, closing it at ``closes_s``.
 
     Raises:
-        EnvironmentFailure: the environment raised (the cause), or nothing that can be trained on was sampled.
+        EnvironmentFailure: the environment raised (the cause) or returned unusable values (no trajectory, a reward that
+            is no finite float32, an ``info`` that is no data), or nothing that can be trained on was sampled.
         EnvironmentDeadlineError: it was ended at ``ends_s``.
     """
-    async with _closing(environment, deadline_s=deadline_s, times=times):
+    async with _closing(environment, deadline_s=deadline_s, closes_s=closes_s, times=times):
         with _outside(times):
             left_s = _left_s(math.inf, ends_s)
-            trajectory = await _call(environment.run_agent, task, policy, what="agent", deadline_s=left_s)
-    if not trajectory.sampled_tokens:
-        raise EnvironmentFailure("the agent ended without a turn of the policy")
-    if not abs(trajectory.reward) <= _LARGEST_FLOAT32:
-        raise EnvironmentFailure(f"the reward must be, as float32, a finite number; it is {trajectory.reward}")
-    return trajectory
+            returned = await _call(environment.run_agent, task, policy, what="agent", deadline_s=left_s)
+    return _agents_trajectory(returned)
 
 
 class Players:
@@ -324,33 +327,41 @@ async def replay_episode(
     replies: Sequence[Message],
     *,
     deadline_s: float,
+    ends_s: float = math.inf,
+    closes_s: float = math.inf,
     times: EpisodeTimes | None = None,
 ) -> ReplayedEpisode | None:
     """Pass the replies of a finished episode to another environment, which is closed whatever happens.
 
     No reply is passed after the step that is done. Return None from an environment that does not declare whether it is
-    deterministic, or is not replayable, or whose class says that it never is deterministic.
+    deterministic, or is not replayable, or whose class says that it never is deterministic. ``ends_s`` and ``closes_s``
+    bound its calls as those of :func:`run_episode`.
 
     Raises:
         EnvironmentFailure: as :func:`run_episode`.
         EnvironmentDeadlineError: as :func:`run_episode`.
     """
-    async with _closing(environment, deadline_s=deadline_s, times=times):
-        if not isinstance(environment, DeterministicEnvironment):
+
+    def deterministic() -> bool:
+        return isinstance(environment, DeterministicEnvironment) and bool(environment.deterministic)
+
+    async with _closing(environment, deadline_s=deadline_s, closes_s=closes_s, times=times):
+        if not await _read(lambda: isinstance(environment, DeterministicEnvironment), what="deterministic"):
             return None
         if getattr(type(environment), "deterministic", None) is False:
             return None
-        if isinstance(environment, EnvironmentReplay) and not environment.replayable:
+        if not await _replayable(environment):
             return None
         with _outside(times):
-            first = await _reset(environment, task, deadline_s=deadline_s)
+            first = await _reset(environment, task, deadline_s=deadline_s, ends_s=ends_s)
         _messages(first, what="reset", least=1)
-        if not environment.deterministic:
+        if not await _read(deterministic, what="deterministic"):
             return ReplayedEpisode(deterministic=False)
         steps: list[Step] = []
         for reply in replies:
             with _outside(times):
-                steps.append(_step(await _call(environment.step, reply, what="step", deadline_s=deadline_s)))
+                left_s = _left_s(deadline_s, ends_s)
+                steps.append(_step(await _call(environment.step, reply, what="step", deadline_s=left_s)))
             if steps[-1].done:
                 break
         return ReplayedEpisode(deterministic=True, steps=steps)
@@ -358,19 +369,19 @@ async def replay_episode(
 
 @asynccontextmanager
 async def _closing(
-    environment: Environment | AgentEnvironment, *, deadline_s: float, times: EpisodeTimes | None
+    environment: Environment | AgentEnvironment, *, deadline_s: float, closes_s: float, times: EpisodeTimes | None
 ) -> AsyncGenerator[None, None]:
     """Close the environment at the end; what went wrong before counts, a cancellation above all."""
     try:
         yield
     except BaseException as error:
         try:
-            await _call(environment.close, what="close", deadline_s=deadline_s)
+            await _call(environment.close, what="close", deadline_s=_left_s(deadline_s, closes_s))
         except AsyncRLError as failure:
             error.add_note(f"closing the environment failed too: {failure}")
         raise
     with _outside(times):
-        await _call(environment.close, what="close", deadline_s=deadline_s)
+        await _call(environment.close, what="close", deadline_s=_left_s(deadline_s, closes_s))
 
 
 def _outside(times: EpisodeTimes | None) -> AbstractContextManager[None]:
@@ -509,10 +520,27 @@ def _left_s(deadline_s: float, ends_s: float) -> float | None:
     return None if left_s == math.inf else max(left_s, 0.0)
 
 
-async def _reset(environment: Environment, task: Task, *, deadline_s: float, ends_s: float = math.inf) -> object:
-    wait_s = environment.wait_s if isinstance(environment, EnvironmentWait) else 0.0
+async def _reset(environment: Environment, task: Task, *, deadline_s: float, ends_s: float) -> object:
+    wait_s = await _read(
+        lambda: float(environment.wait_s) if isinstance(environment, EnvironmentWait) else 0.0, what="wait_s"
+    )
     left_s = _left_s(deadline_s + wait_s, ends_s)
     return await _call(environment.reset, task, what="reset", deadline_s=left_s)
+
+
+async def _replayable(environment: Environment) -> bool:
+    return await _read(
+        lambda: not isinstance(environment, EnvironmentReplay) or bool(environment.replayable), what="replayable"
+    )
+
+
+async def _read(read: Callable[[], _T], *, what: str) -> _T:
+    """Read what an environment declares: a property may raise anything."""
+
+    async def call() -> _T:
+        return read()
+
+    return await _call(call, what=what, deadline_s=None)
 
 
 async def _call(call: Callable[..., Awaitable[_T]], *arguments: Any, what: str, deadline_s: float | None) -> _T:
@@ -588,22 +616,44 @@ def _step(returned: object) -> Step:
     if not isinstance(returned, Step):
         raise EnvironmentFailure(f"the environment's step must return a Step; got {_short(returned)}")
     messages = _messages(returned.messages, what="step")
-    given: object = returned.reward
-    with _using(given, what="step"):
+    reward = _reward(returned.reward, what="step")
+    info = _info(returned.info, what="step")
+    with _using(returned.done, what="step"):
+        return Step(messages=tuple(messages), reward=reward, done=bool(returned.done), info=info)
+
+
+def _agents_trajectory(returned: object) -> Trajectory:
+    if not isinstance(returned, Trajectory):
+        raise EnvironmentFailure(f"the environment's agent must return a Trajectory; got {_short(returned)}")
+    if not returned.sampled_tokens:
+        raise EnvironmentFailure("the agent ended without a turn of the policy")
+    reward, info = _reward(returned.reward, what="agent"), _info(returned.info, what="agent")
+    return dataclasses.replace(returned, reward=reward, info=info)
+
+
+def _reward(given: object, *, what: str) -> float:
+    with _using(given, what=what):
         reward = float(given) if isinstance(given, SupportsFloat) else None
     if reward is None or not abs(reward) <= _LARGEST_FLOAT32:
         raise EnvironmentFailure(
-            f"the reward of an environment's step must be, as float32, a finite number; got {_short(given)}"
+            f"the reward of an environment's {what} must be, as float32, a finite number; got {_short(given)}"
         )
-    if not isinstance(returned.info, Mapping):
-        raise EnvironmentFailure(f"the info of an environment's step must be a mapping; got {_short(returned.info)}")
-    with _using(returned.info, what="step"):
-        info = dict(returned.info)
+    return reward
+
+
+def _info(given: object, *, what: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise EnvironmentFailure(f"the info of an environment's {what} must be a mapping; got {_short(given)}")
+    with _using(given, what=what):
+        info = dict(given)
         parts = info.get(REWARD_PARTS)
         for part in parts.values() if isinstance(parts, Mapping) else ():
             float(part)
-    with _using(returned.done, what="step"):
-        return Step(messages=tuple(messages), reward=reward, done=bool(returned.done), info=info)
+        try:
+            packed(info)
+        except CodecError as error:
+            raise EnvironmentFailure(f"the info of an environment's {what} cannot be stored: {error}") from error
+    return info
 
 
 def _short(value: object) -> str:

@@ -1,8 +1,8 @@
 """The trainer's pool: whole groups of rollouts are dispatched to replicas, and done again when a replica dies.
 
-A replica is a group of :class:`asyncrl.rollout.worker.RolloutWorker`, so it may span several ranks. Its life, the
-publication of weights and the laws of both are those of :mod:`asyncrl.rollout.replica`; this module adds which rollouts
-are on which replica, and the token counts of instances, living and dead.
+A replica is a group of one :class:`asyncrl.rollout.worker.RolloutWorker`. Its life, the publication of weights and the
+laws of both are those of :mod:`asyncrl.rollout.replica`; this module adds which rollouts are on which replica, and the
+token counts of instances, living and dead.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import (
+    ConfigError,
     DeadlineError,
     EngineError,
     EnvironmentFailure,
@@ -216,7 +217,7 @@ class RolloutPool:
     """Replicas of :class:`asyncrl.rollout.worker.RolloutWorker` that are used as one. Used from one event loop.
 
     Args:
-        replicas: worker groups by name. Their maker closes them, not the pool.
+        replicas: worker groups of one rank by name. Their maker closes them, not the pool.
         deadline_s: seconds each replica has for each phase of a weight update; past it, it is fenced.
         rollout_deadline_s: seconds a call of :meth:`rollout` may take, all attempts together; past it, it fails.
         revive: makes the worker group of a dead replica again, ready for its start; without it, a dead replica stays
@@ -225,6 +226,9 @@ class RolloutPool:
             The last replica has no other work at that time, so that no other rollouts can be mistaken for the cause.
         restarts: consecutive starts that may fail before a replica is given up.
         restart_s: seconds before the first of them; the delay doubles after each that fails.
+
+    Raises:
+        ConfigError: a replica has several ranks.
     """
 
     def __init__(
@@ -239,6 +243,12 @@ class RolloutPool:
         restarts: int = 5,
         restart_s: float = 0.5,
     ) -> None:
+        for name, group in replicas.items():
+            if group.world_size != 1:
+                raise ConfigError(
+                    f"replica {name!r} of the rollout pool has {group.world_size} ranks; a replica has one",
+                    remedy="make a worker group of world_size = 1 for each replica",
+                )
         self._first_groups = dict(replicas)
         self._kv_cache: KVCachePolicy = kv_cache
         self._rollout_deadline_s = rollout_deadline_s

@@ -131,15 +131,25 @@ class ReplayedRewards:
         self._times = times
 
     async def check(
-        self, batch: DataProto, trajectories: Sequence[Trajectory], renderer: ChatRenderer, *, group_id: int
+        self,
+        batch: DataProto,
+        trajectories: Sequence[Trajectory],
+        renderer: ChatRenderer,
+        *,
+        group_id: int,
+        ends_s: float = math.inf,
+        closes_s: float = math.inf,
     ) -> RewardChecks:
-        """Check some rows of a group's ``batch``, made of these trajectories.
+        """Check some rows of a group's ``batch``, made of these trajectories; none after ``ends_s``.
+
+        ``ends_s`` and ``closes_s`` bound the calls of the environments, as in :func:`replay_episode`.
 
         Raises:
             InvariantError: a row earns something else, or its episode ends at another turn.
         """
         checks = RewardChecks()
-        most = len(trajectories) if self._declared else 0
+        in_time = asyncio.get_running_loop().time() < ends_s
+        most = len(trajectories) if self._declared and in_time else 0
         count = self._budget.rows(most, elapsed_s=self._times.busy_s)
         rows = chosen_rows(len(trajectories), count, group_id=group_id)
         if not rows:
@@ -148,7 +158,18 @@ class ReplayedRewards:
             try:
                 async with asyncio.TaskGroup() as replays:
                     for row in rows:
-                        replays.create_task(self._check_row(batch, row, trajectories[row], renderer, checks, group_id))
+                        replays.create_task(
+                            self._check_row(
+                                batch,
+                                row,
+                                trajectories[row],
+                                renderer,
+                                checks,
+                                group_id,
+                                ends_s=ends_s,
+                                closes_s=closes_s,
+                            )
+                        )
             except BaseExceptionGroup as group:
                 raise group.exceptions[0] from group.exceptions[0].__cause__
         return checks
@@ -161,6 +182,9 @@ class ReplayedRewards:
         renderer: ChatRenderer,
         checks: RewardChecks,
         group_id: int,
+        *,
+        ends_s: float,
+        closes_s: float,
     ) -> None:
         assert batch.batch is not None
         token_ids, turns = (rows_of(batch.batch[name])[row] for name in ("input_ids", "turns"))
@@ -175,6 +199,8 @@ class ReplayedRewards:
                     trajectory.task,
                     replies,
                     deadline_s=self._deadline_s,
+                    ends_s=ends_s,
+                    closes_s=closes_s,
                     times=self._times,
                 )
         except EnvironmentFailure as failure:

@@ -123,6 +123,7 @@ class ReplicaPool:
 
         ``keep`` freezes requests where they are, ``abort`` ends all that are held, ``drain`` lets those finish that
         have begun; :meth:`resume`, another pause or :meth:`close` meanwhile end that wait, a cancellation does not.
+        It needs no reader, but for requests whose replica is lost meanwhile: they go on elsewhere when they are read.
         """
         self._set.open_tasks()
         await shield_until_done(self._pause(mode))

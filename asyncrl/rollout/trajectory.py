@@ -385,7 +385,7 @@ def _record(row: int, trajectory: Trajectory) -> RowRecord:
             input_ids=struct.pack(f"<{len(token_ids)}i", *token_ids),
             log_probs=struct.pack(f"<{len(log_probs)}f", *log_probs),
         )
-    except (TypeError, msgspec.MsgspecError) as error:
+    except (TypeError, UnicodeError, msgspec.MsgspecError) as error:
         raise CodecError(f"row {row} cannot be recorded: its task or a message is no JSON: {error}") from error
 
 

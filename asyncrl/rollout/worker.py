@@ -32,7 +32,6 @@ from asyncrl.foreign import Failures
 from asyncrl.interfaces import (
     ClosableFactory,
     EnvironmentFactory,
-    EnvironmentReplay,
     GenerationChunk,
     GenerationRequest,
     KVCachePolicy,
@@ -77,6 +76,9 @@ _COUNTS = struct.Struct("<qqq")
 _CLOSING_S = 30.0
 _SHARE_OF_ENVIRONMENTS = 0.9
 """Environments are ended this long, or at this share, before the time of their rollouts: closing them takes some."""
+_ANSWERING_S = 5.0
+_SHARE_OF_CLOSING = 0.95
+"""Closing them is ended this long, or at this share, before that time: the answer takes some, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -345,7 +347,7 @@ class RolloutWorker(Worker):
         Return the trajectory columns [B] of :mod:`asyncrl.interfaces`, in the rows' order; ``meta_info`` carries the
         group's summary; by cause, the ``failures`` of attempts; and ``checks``, what became of rewards that were
         checked. With a ``purpose`` of ``eval`` or ``baseline`` they are greedy, or as ``sampling`` says. The caller
-        gives them up after ``meta_info["deadline_s"]``, if it is there; environments are ended before that.
+        gives them up after ``meta_info["deadline_s"]``, if it is there; environments are ended and closed before that.
 
         Raises:
             EnvironmentFailure: an episode failed ``max_attempts`` times, or there was no time left.
@@ -364,7 +366,9 @@ class RolloutWorker(Worker):
         attempt: int | None = prompts.meta_info.get("attempt")
         continuation = Continuation(prompts.meta_info.get("turns", b""))
         left_s: float = prompts.meta_info.get("deadline_s", math.inf)
-        ends_s = asyncio.get_running_loop().time() + max(left_s - _CLOSING_S, left_s * _SHARE_OF_ENVIRONMENTS)
+        now_s = asyncio.get_running_loop().time()
+        ends_s = now_s + max(left_s - _CLOSING_S, left_s * _SHARE_OF_ENVIRONMENTS)
+        closes_s = now_s + max(left_s - _ANSWERING_S, left_s * _SHARE_OF_CLOSING)
         failures = Failures()
         feed = self._turns if attempt is not None else None
         with self._meter.account(purpose) as account:
@@ -384,6 +388,7 @@ class RolloutWorker(Worker):
                                 continuation=continuation,
                                 failures=failures,
                                 ends_s=ends_s,
+                                closes_s=closes_s,
                             ),
                             name=f"row {row}",
                         )
@@ -402,7 +407,9 @@ class RolloutWorker(Worker):
                 raise self._unproven
         batch = trajectories_to_batch(trajectories, group_id=group_id)
         assert self._renderer is not None
-        checks = await self._rewards.check(batch, trajectories, self._renderer, group_id=group_id)
+        checks = await self._rewards.check(
+            batch, trajectories, self._renderer, group_id=group_id, ends_s=ends_s, closes_s=closes_s
+        )
         batch.meta_info["checks"] = checks.as_meta()
         continued = continuation.outcome()
         batch.meta_info |= {"wasted_tokens": account.wasted, "continued": asdict(continued), "failures": dict(failures)}
@@ -434,6 +441,7 @@ class RolloutWorker(Worker):
         continuation: Continuation,
         failures: Failures,
         ends_s: float,
+        closes_s: float,
     ) -> Trajectory:
         assert self._renderer is not None
         limits, sessions = self._spec.limits, self._running_sessions()
@@ -443,14 +451,19 @@ class RolloutWorker(Worker):
             session = f"{next(self._episodes)}"  # its own: an earlier attempt may not have left yet
             try:
                 environment = make_environment(self._environments)
-                if recorded and isinstance(environment, EnvironmentReplay) and not environment.replayable:
-                    continuation.restarted("the environment cannot be shown its turns again")
-                    recorded, trial = (), 0
                 turns.begin(trial=trial)
                 if isinstance(environment, AgentEnvironment):
                     prefix, own_seed = f"{name}-{trial}", derive_seed(seed, trial)
                     return await self._agent_episode(
-                        environment, engine, account, task, sampling, prefix, own_seed, ends_s=ends_s
+                        environment,
+                        engine,
+                        account,
+                        task,
+                        sampling,
+                        prefix,
+                        own_seed,
+                        ends_s=ends_s,
+                        closes_s=closes_s,
                     )
                 with self._times.episode():
                     trajectory = await run_episode(
@@ -463,6 +476,7 @@ class RolloutWorker(Worker):
                         max_seq_len=limits.max_seq_len,
                         deadline_s=limits.deadline_s,
                         ends_s=ends_s,
+                        closes_s=closes_s,
                         latency_s=limits.latency_s,
                         request_prefix=f"{name}-{trial}",
                         session=session,
@@ -501,6 +515,7 @@ class RolloutWorker(Worker):
         seed: int,
         *,
         ends_s: float,
+        closes_s: float,
     ) -> Trajectory:
         """Run an agent; tokens of turns that it gave up are wasted."""
         assert self._renderer is not None
@@ -517,7 +532,13 @@ class RolloutWorker(Worker):
         try:
             with self._times.episode():
                 trajectory = await run_agent_episode(
-                    environment, task, policy, deadline_s=limits.deadline_s, ends_s=ends_s, times=self._times
+                    environment,
+                    task,
+                    policy,
+                    deadline_s=limits.deadline_s,
+                    ends_s=ends_s,
+                    closes_s=closes_s,
+                    times=self._times,
                 )
         except EnvironmentFailure as failure:
             failure.tokens_generated = counted.tokens

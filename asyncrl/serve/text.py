@@ -474,7 +474,5 @@ class Choice(GeneratedTokens):
             return ParsedTurn(message=message, tail=held)
         for number, call in enumerate(calls):
             call["id"] = f"{call_prefix}_{number}"
-            if not isinstance(call["function"]["arguments"], dict):
-                call["function"]["arguments"] = {"value": call["function"]["arguments"]}
         message["tool_calls"] = calls
         return ParsedTurn(message=message)

@@ -116,6 +116,8 @@ class ModelledReplica:
     ``take_fault`` removes and returns the fault of a kind that is due at a group_id or step, if the run has one.
     """
 
+    world_size = 1
+
     def __init__(self, scenario: Scenario, name: str, *, take_fault: Callable[..., Fault | None]) -> None:
         self._scenario = scenario
         self.name = name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +26,14 @@ from asyncrl.errors import (
 from asyncrl.interfaces import Environment, Message, SamplingParams, Step, Task, Tool
 from asyncrl.rollout.branches import unfold
 from asyncrl.rollout.chat import ChatRenderer
-from asyncrl.rollout.episode import Diverged, EpisodePolicy, Players, run_episode
+from asyncrl.rollout.episode import (
+    Diverged,
+    EpisodePolicy,
+    Players,
+    replay_episode,
+    run_agent_episode,
+    run_episode,
+)
 from asyncrl.rollout.trajectory import Trajectory, encode_rows, trajectories_to_batch
 from asyncrl.rollout.turns import TurnFeed, TurnRecorder, decode_turns
 from asyncrl.testing import EchoEnvironment, ScriptedEngine
@@ -312,6 +319,7 @@ UNUSABLE_STEPS = [
     (Step(messages=({"role": "user", "tool_calls": 5},)), "step returned .*'tool_calls': 5"),
     (Step(done=np.array([True, False])), r"step returned .*array\(\[ True, False\]\)"),
     (Step(info={"reward_parts": {"form": "good"}}), "step returned .*'form': 'good'"),
+    (Step(info={"state": Unshowable()}), "info of an environment's step cannot be stored: .*Unshowable"),
 ]
 
 
@@ -344,6 +352,83 @@ async def test_a_beginning_that_cannot_be_used_fails_the_episode(
     with pytest.raises(EnvironmentFailure, match=message) as caught:
         await play(engine_answering(chatml), environment, chatml)
     assert caught.value.tokens_generated == 0
+    assert environment.closed == 1
+
+
+def declaring(name: str, read: Callable[[Any], Any]) -> Troubled:
+    return type("Declaring", (Troubled,), {name: property(read)})(None, at="nowhere")
+
+
+def unreadable(_: object) -> Any:
+    raise KeyError("gone")
+
+
+@pytest.mark.parametrize("name", ["wait_s", "replayable", "deterministic"])
+async def test_a_declaration_that_cannot_be_read_fails_the_episode(chatml: ChatRenderer, name: str) -> None:
+    environment = declaring(name, unreadable)
+    recorded: Any = [None] if name == "replayable" else []
+    if name == "deterministic":
+        playing: Coroutine[Any, Any, Any] = replay_episode(environment, TASK, [], deadline_s=5.0)
+    else:
+        playing = play(engine_answering(chatml), environment, chatml, recorded=recorded)
+    with pytest.raises(EnvironmentFailure, match=f"{name} failed: KeyError: 'gone'"):
+        await playing
+    assert environment.closed == 1
+
+
+async def test_turns_are_not_shown_again_to_an_environment_that_forbids_it(chatml: ChatRenderer) -> None:
+    environment = declaring("replayable", lambda _: False)
+    with pytest.raises(Diverged, match="cannot be shown its turns again"):
+        await play(engine_answering(chatml), environment, chatml, recorded=[None])
+    assert environment.closed == 1
+
+
+class Agent:
+    """Returns what it is made with."""
+
+    def __init__(self, returned: Any) -> None:
+        self.closed = 0
+        self._returned = returned
+
+    async def run_agent(self, task: Task, policy: EpisodePolicy) -> Trajectory:
+        return self._returned
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def sampled(**changes: Any) -> Trajectory:
+    said: dict[str, Any] = {
+        "task": TASK,
+        "token_ids": (1, 2),
+        "loss_mask": (False, True),
+        "behaviour_log_probs": (0.0, -1.0),
+        "weight_versions": (-1, 0),
+        "reward": 1.0,
+        "turns": (),
+        "finish_reason": "done",
+    }
+    return Trajectory(**said | changes)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "agent must return a Trajectory; got None"),
+        (sampled(loss_mask=(False, False)), "without a turn of the policy"),
+        (sampled(reward=None), "finite number; got None"),
+        (sampled(reward=math.nan), "finite number; got nan"),
+        (sampled(reward=Unshowable()), "finite number; got a Unshowable"),
+        (sampled(info=None), "must be a mapping; got None"),
+        (sampled(info={"reward_parts": {"form": "good"}}), "agent returned .*'form': 'good'"),
+        (sampled(info={"state": Unshowable()}), "info of an environment's agent cannot be stored: .*Unshowable"),
+    ],
+)
+async def test_what_an_agent_returns_and_cannot_be_used_fails_the_episode(returned: Any, message: str) -> None:
+    environment = Agent(returned)
+    policy: Any = None  # it asks for no turn
+    with pytest.raises(EnvironmentFailure, match=message):
+        await run_agent_episode(environment, TASK, policy, deadline_s=5.0)
     assert environment.closed == 1
 
 

@@ -17,6 +17,7 @@ from asyncrl.rollout.recheck import CheckBudget, ReplayedRewards
 from asyncrl.rollout.trajectory import Trajectory, trajectories_to_batch
 from asyncrl.rollout.work import EpisodeTimes
 from asyncrl.testing import ScriptedEngine
+from asyncrl.testing.clock import run_virtually
 
 SAID = ("go", "go on", "stop")
 
@@ -181,6 +182,39 @@ async def test_a_replay_that_fails_is_counted_and_told(scratch: ChatRenderer, ma
     assert (checks.rows, found["count"]) == (0, 3)
     assert cause.startswith("ConnectionError in ")
     assert "the world is gone" in found["example"]
+
+
+async def test_nothing_is_checked_when_there_is_no_time_left(scratch: ChatRenderer) -> None:
+    log: list[str] = []
+    batch = trajectories_to_batch(played := await episodes(scratch), group_id=7)
+    now_s = asyncio.get_running_loop().time()
+    checks = await checker(lambda: Letters(log)).check(batch, played, scratch, group_id=7, ends_s=now_s)
+    assert (checks.rows, dict(checks.failures), log) == (0, {}, [])
+
+
+def test_checks_that_hang_end_in_time_and_leave_the_others(scratch: ChatRenderer) -> None:
+    class Hanging(Letters):
+        async def step(self, reply: Message) -> Step:
+            self.hangs = reply["content"] == "stop"
+            await self.wait()
+            return await super().step(reply)
+
+        async def close(self) -> None:
+            await self.wait()
+
+        async def wait(self) -> None:
+            if self.hangs:
+                await asyncio.Event().wait()
+
+    async def story() -> None:
+        batch = trajectories_to_batch(played := await episodes(scratch), group_id=7)
+        began_s = asyncio.get_running_loop().time()
+        bounds = {"ends_s": began_s + 2.0, "closes_s": began_s + 3.0}
+        checks = await checker(Hanging).check(batch, played, scratch, group_id=7, **bounds)
+        assert (checks.rows, len(checks.failures)) == (2, 1)
+        assert asyncio.get_running_loop().time() == began_s + 3.0
+
+    run_virtually(story())
 
 
 async def test_an_error_of_close_hides_no_cancellation() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import (
+    ConfigError,
     DeadlineError,
     EngineClosedError,
     EngineError,
@@ -658,6 +659,13 @@ async def test_a_pool_that_fails_raises_the_cause_in_waiting_callers():
     with pytest.raises(ExceptionGroup):
         await pool.aclose()
     await only.aclose()
+
+
+async def test_a_replica_of_several_ranks_is_refused():
+    several = LocalWorkerGroup(ClassWithInitArgs(FakeWorker, "a"), world_size=2, name="a")
+    with pytest.raises(ConfigError, match="replica 'a' of the rollout pool has 2 ranks"):
+        RolloutPool({"a": several})
+    await several.aclose()
 
 
 async def test_a_pool_that_was_not_started_says_so():

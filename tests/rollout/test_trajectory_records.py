@@ -67,3 +67,5 @@ def test_what_is_no_row_is_refused():
             decode_rows(broken, group_id=0)
     with pytest.raises(CodecError, match="no JSON"):
         encode_rows([trajectory(task=object())])
+    with pytest.raises(CodecError, match="no JSON"):
+        encode_rows([trajectory(task="half of a character: \ud83d")])

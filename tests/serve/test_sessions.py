@@ -126,7 +126,7 @@ HALF = '{"x": "\\ud83d"}'  # half of a character
 DEEP = '{"x": ' + "[" * 900 + "]" * 900 + "}"
 
 
-@pytest.mark.parametrize("arguments", [HALF, DEEP], ids=["half a character", "deep"])
+@pytest.mark.parametrize("arguments", [HALF, DEEP, "[1]"], ids=["half a character", "deep", "no object"])
 async def test_a_call_that_cannot_be_encoded_again_is_text(serve, arguments):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     call = '<tool_call>{"name": "f", "arguments": ' + arguments + "}</tool_call><|end|>"

@@ -633,7 +633,8 @@ class CommandFactory:
         self._tasks: EnvironmentFactory = make_part(group, tasks, options=own, path=path, table=_KEY)
         # isinstance() looks for members without __getattr__: a class of its own has those that the tasks have.
         has = {name for name in _CAPABILITIES if getattr_static(self._tasks, name, None) is not None}
-        self.__class__ = type(type(self).__name__, (type(self),), {name: _CAPABILITIES[name] for name in has})
+        own_class = type(type(self).__name__, (type(self),), {name: _CAPABILITIES[name] for name in has})
+        self.__class__ = own_class  # pyright: ignore[reportAttributeAccessIssue]
 
     def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
         return self._tasks.task(index, split=split)

@@ -400,7 +400,7 @@ def test_it_has_the_capabilities_of_its_tasks(tmp_path: Path) -> None:
     assert isinstance(rows, FiniteHeldOutTasks)
     assert isinstance(rows, OverlongPromptFilter)
     assert rows.held_out_rows == 6
-    assert rows.filter_overlong_prompts(lambda messages: len(messages[0]["content"]), below=5).left_out == 2
+    assert rows.filter_overlong_prompts(lambda messages, tools=(): len(messages[0]["content"]), below=5).left_out == 2
     assert rows.held_out_rows == 4
 
 

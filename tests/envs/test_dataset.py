@@ -190,7 +190,7 @@ def test_a_filter_that_leaves_no_part_with_weight_is_refused(write: Callable[...
         DatasetFactory(sources=sources, held_out=easy, reward=MINE).task(0, split="train")
     with pytest.raises(ConfigError, match=r"all weights are 0 at index 9, of the parts .*\(\S*easy.jsonl\)"):
         DatasetFactory(sources=sources, reward=MINE).filter_overlong_prompts(
-            lambda messages: len(messages[0]["content"]), below=4
+            lambda messages, tools=(): len(messages[0]["content"]), below=4
         )
 
 

@@ -542,8 +542,8 @@ class Tool:
 class Step:
     """An environment's answer: messages that extend the conversation, and whether the episode is over.
 
-    ``reward`` is for this step alone; the trajectory's reward is the sum over its steps. ``info`` is plain data: None,
-    bool, int, float, str, bytes, list, tuple, dict, numpy arrays and tensors.
+    ``reward`` is for this step alone; the trajectory's reward is the sum over its steps. The ``info`` of the last
+    step is kept, and is plain data: None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and tensors.
     """
 
     messages: tuple[Message, ...] = ()

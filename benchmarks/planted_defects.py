@@ -217,10 +217,11 @@ DEFECTS = (
         "rollout: each row of a group has the reward of the next one",
         ROLLOUT,
         "        batch = trajectories_to_batch(trajectories, group_id=group_id)\n",
+        "        from dataclasses import replace as renewed\n"
         "        earned = [(each.reward, each.turns) for each in trajectories]\n"
         "        trajectories = [\n"
-        "            replace(each, reward=reward, turns=tuple(\n"
-        "                replace(turn, reward=other.reward) for turn, other in zip(each.turns, turns, strict=False)\n"
+        "            renewed(each, reward=reward, turns=tuple(\n"
+        "                renewed(turn, reward=other.reward) for turn, other in zip(each.turns, turns, strict=False)\n"
         "            ))\n"
         "            for each, (reward, turns) in zip(trajectories, earned[1:] + earned[:1], strict=True)\n"
         "        ]\n"

@@ -632,7 +632,11 @@ class CommandFactory:
         own = offered_options(group, tasks, {"seed": seed}, path=path) | options
         self._tasks: EnvironmentFactory = make_part(group, tasks, options=own, path=path, table=_KEY)
         # isinstance() looks for members without __getattr__: a class of its own has those that the tasks have.
-        has = {name for name in _CAPABILITIES if getattr_static(self._tasks, name, None) is not None}
+        has = {
+            name
+            for name in _CAPABILITIES
+            if getattr_static(self._tasks, name, None) is not None and getattr_static(self, name, None) is None
+        }
         own_class = type(type(self).__name__, (type(self),), {name: _CAPABILITIES[name] for name in has})
         self.__class__ = own_class  # pyright: ignore[reportAttributeAccessIssue]
 

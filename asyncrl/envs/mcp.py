@@ -100,6 +100,7 @@ class MCPFactory(DatasetFactory):
         replayable: whether a killed run may repeat the calls of its unfinished episodes: no call has an effect outside
             the episode.
         options: those of :class:`~asyncrl.envs.dataset.DatasetFactory`, without those of tools.
+            Declarations of servers' tools do not count in the filter of long prompts: episodes ask for them.
 
     Raises:
         ConfigError: a server's table cannot be used, or the data set's options cannot.

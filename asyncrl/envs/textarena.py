@@ -216,8 +216,9 @@ class TextArenaFactory:
         players: in all; the fewest that the game accepts if None.
         player: the one that the policy is; each in turn, by task, if None.
         self_play: the policy is every player in training, and ``player`` in held-out tasks, against ``opponent``.
-        opponent: moves for the others: ``f(observation, draw=random.Random)``, in a thread unless it is ``async``, by
-            name or itself. By default one of the moves that the observation shows in brackets.
+        opponent: moves for the others: ``f(observation, draw=random.Random)``, by name or itself, in a thread unless it
+            is ``async``: several episodes may call it at once. By default one of the moves that the observation shows
+            in brackets.
         instructions: system message; none if empty.
         config: options of the game.
     """

@@ -204,10 +204,12 @@ async def run_episode(
     try:
         async with _closing(environment, deadline_s=deadline_s, closes_s=closes_s, times=times):
             reason = await play()
+            made = episode.trajectory(reason)
+            _check_stored(made.info, what="step")
     except EnvironmentFailure as failure:
         failure.tokens_generated = episode.sampled_tokens
         raise
-    return episode.trajectory(reason)
+    return made
 
 
 async def run_agent_episode(
@@ -628,6 +630,7 @@ def _agents_trajectory(returned: object) -> Trajectory:
     if not returned.sampled_tokens:
         raise EnvironmentFailure("the agent ended without a turn of the policy")
     reward, info = _reward(returned.reward, what="agent"), _info(returned.info, what="agent")
+    _check_stored(info, what="agent")
     return dataclasses.replace(returned, reward=reward, info=info)
 
 
@@ -649,11 +652,15 @@ def _info(given: object, *, what: str) -> dict[str, Any]:
         parts = info.get(REWARD_PARTS)
         for part in parts.values() if isinstance(parts, Mapping) else ():
             float(part)
+    return info
+
+
+def _check_stored(info: Mapping[str, Any], *, what: str) -> None:
+    with _using(info, what=what):
         try:
-            packed(info)
+            packed(dict(info))
         except CodecError as error:
             raise EnvironmentFailure(f"the info of an environment's {what} cannot be stored: {error}") from error
-    return info
 
 
 def _short(value: object) -> str:

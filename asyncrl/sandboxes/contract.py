@@ -26,9 +26,14 @@ case $1 in */*)
     mkdir -p -- "${1%/*}/" && cd -P . && cd -- "${1%/*}/" || exit
     [ "$(pwd -L)" = "$(pwd -P)" ] || { echo "a link leads to $(pwd -P)" >&2; exit 1; } ;;
 esac
-rm -f -- "${1##*/}" && cat > "${1##*/}"
+file=./${1##*/} mode=
+[ -h "$file" ] || [ ! -f "$file" ] || [ ! -x "$file" ] || mode=+x
+rm -f -- "$file" && cat > "$file" && { [ -z "$mode" ] || chmod "$mode" -- "$file"; }
 """
-"""Writes below no link: it is in the folder that the path names, and removes what has the file's name first."""
+"""Writes below no link: it is in the folder that the path names, and removes what has the file's name first.
+
+What could be run can be run again.
+"""
 
 How: TypeAlias = Literal["exited", "killed", "memory", "deadline", "output", "stopped"]
 

@@ -24,7 +24,7 @@ if torch.cuda.is_available() != {cuda}:
 _TORCH = "2.13.0+cpu"
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _TORCHVISION = "0.28.0"
-_OURS = ("msgspec>=0.19", "xxhash>=3.5")  # imported by asyncrl's modules in the engine process
+_OURS = ("msgspec>=0.21", "xxhash>=3.5")  # imported by asyncrl's modules in the engine process
 
 _KERNELS = '''\
 """Replaces SGLang's CPU kernels: the function that a dense model needs, in torch."""

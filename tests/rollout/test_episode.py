@@ -319,7 +319,7 @@ UNUSABLE_STEPS = [
     (Step(messages=({"role": "user", "tool_calls": 5},)), "step returned .*'tool_calls': 5"),
     (Step(done=np.array([True, False])), r"step returned .*array\(\[ True, False\]\)"),
     (Step(info={"reward_parts": {"form": "good"}}), "step returned .*'form': 'good'"),
-    (Step(info={"state": Unshowable()}), "info of an environment's step cannot be stored: .*Unshowable"),
+    (Step(done=True, info={"state": Unshowable()}), "info of an environment's step cannot be stored: .*Unshowable"),
 ]
 
 

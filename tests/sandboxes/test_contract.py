@@ -111,6 +111,10 @@ async def test_a_file_is_written_through_no_link(kind: str, folder: Path, monkey
             await sandbox.write(path, b"new")
             assert await sandbox.read(path) == b"new"
         assert await sandbox.read("out") == b"own\n"
+        await sandbox.write("run", b"exit 1")
+        assert (await sandbox.exec(["/bin/sh", "-c", "chmod +x run"])).succeeded
+        await sandbox.write("run", b"#!/bin/sh\nexit 0")
+        assert (await sandbox.exec(["./run"])).succeeded
         for path in ("c/x", "c/d/x", "a/b/x"):
             with pytest.raises(OSError, match="a link leads to"):
                 await sandbox.write(path, b"new")

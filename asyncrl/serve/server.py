@@ -200,7 +200,7 @@ class Server:
         for route in routes:
             path = route.path.replace("{model}", "{model:.+}")  # as Route.pattern has it
             app.router.add_route(route.method, path, middleware.handler(route), expect_handler=middleware.expect)
-        app.router.add_route("*", "/{rest:.*}", middleware.fallback(routes), expect_handler=middleware.expect)
+        app.router.add_route("*", r"/{rest:[\s\S]*}", middleware.fallback(routes), expect_handler=middleware.expect)
         if access.origins:
             app.on_response_prepare.append(middleware.add_cors_headers)
         runner = web.AppRunner(

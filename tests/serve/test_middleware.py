@@ -298,6 +298,7 @@ async def test_other_methods_and_addresses(serve):
         async with served.client.options(f"{served.url}/sessions/x") as answer:
             assert (answer.status, answer.headers["Allow"]) == (405, "DELETE, GET")
         await served.get("/nothing", status=404)
+        assert (await served.get("/v1/models/a%0Ab", status=404))["error"]["message"]  # a line break, too
 
 
 async def test_a_full_server_answers_with_retry_after(serve):

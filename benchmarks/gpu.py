@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import importlib.util
 import json
 import math
@@ -206,6 +207,15 @@ class DeviceMemory(threading.Thread):
         return (self.peak_bytes - self.idle_bytes) / 1e9 if self._handle is not None else None
 
 
+def release(device: str) -> None:
+    """Give the device back what this process keeps: where Ray is not installed, the runs are threads of it."""
+    import torch
+
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def make_model(folder: Path, given: argparse.Namespace) -> None:
     """Write a model of random weights with a tokenizer of bytes."""
     import torch
@@ -256,6 +266,7 @@ def colocate(given: argparse.Namespace) -> None:
         peaks: dict[str, float | None] = {}
         for name in ("in turns", "apart"):
             turns = name == "in turns"
+            release(given.device)
             memory = DeviceMemory(given.device)
             note(f"{name}: the run begins")
             steps = given.steps if turns else min(2, given.steps)

@@ -31,7 +31,7 @@ class ContainerBackend:
     """Makes sandboxes in containers.
 
     Args:
-        image: with ``/bin/sh``, ``cat``, ``mkdir``, ``rm``, ``tar`` and what programs need.
+        image: with ``/bin/sh``, ``cat``, ``chmod``, ``mkdir``, ``rm``, ``tar`` and what programs need.
         command: ``docker`` or ``podman``; the first of them that is installed if empty.
         lease_s: time to live of a container.
         options: further arguments of ``docker run``: ``["--runtime", "runsc"]``.

@@ -124,6 +124,7 @@ def test_offsets_that_leave_values_out_are_closed() -> None:
     assert values_of(normalise_ragged(open_ends, "x")).tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_torch_warns_of_no_call_of_its_own() -> None:
     code = "import torch; from asyncrl.data.ragged import ragged_from_list; ragged_from_list([torch.ones(2)])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -83,6 +83,7 @@ def test_a_publication_that_reaches_a_pinned_replica_is_found(monkeypatch: pytes
     assert "has tokens of other versions" in found(range(300))
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_unpinned_with_old_weights_is_found(monkeypatch: pytest.MonkeyPatch):
     def unpin(self: Publication, replica: str) -> tuple[()]:
         for one in self.replicas:

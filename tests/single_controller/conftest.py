@@ -19,22 +19,14 @@ MakeGroup = Callable[..., WorkerGroup]
 HERE = Path(__file__).parent
 
 
-SLOW_ON_RAY = (
-    "test_call_options",
-    "test_colocation",
-    "test_future_progress",
-    "test_mesh",
-    "test_rank_errors",
-    "test_restart",
-    "test_streams",
-)
-"""Modules whose stories the quick run tells on the local backend only: on Ray each of them takes ten seconds."""
+QUICK_ON_RAY = ("test_ray", "test_worker_group")
+"""Modules whose cases on Ray are in the quick run; of the others it has those on the local backend alone."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.parent == HERE and item.path.stem in SLOW_ON_RAY and item.get_closest_marker("ray"):
+        if item.path.parent == HERE and item.path.stem not in QUICK_ON_RAY and item.get_closest_marker("ray"):
             item.add_marker(pytest.mark.slow)
 
 

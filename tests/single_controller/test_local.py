@@ -150,6 +150,7 @@ async def test_nothing_blocks_and_nothing_is_left_behind(caplog: pytest.LogCaptu
     assert caplog.records == []
 
 
+@pytest.mark.slow
 def test_it_works_where_ray_is_not_installed() -> None:
     program = """
 import sys

@@ -343,6 +343,7 @@ def test_a_run_is_paused_set_resumed_and_stopped_from_elsewhere(tmp_path: Path):
     assert replayed.equal
 
 
+@pytest.mark.slow
 def test_a_key_that_is_set_right_after_a_checkpoint_goes_on_from_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     taken: list[int] = []
     take = Checkpoints.take
@@ -369,6 +370,7 @@ def test_a_key_that_is_set_right_after_a_checkpoint_goes_on_from_that(tmp_path: 
         run.wait()
 
 
+@pytest.mark.slow
 def test_a_key_that_is_set_while_another_one_is_taken_over_keeps_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save = TrainingRun._save
     begun = threading.Event()
@@ -460,6 +462,7 @@ def test_two_runs_of_one_program_begin_at_the_same_time(tmp_path: Path):
 # ------------------------------------------------------------------------------------------- without training
 
 
+@pytest.mark.slow
 def test_a_model_is_taught_scored_and_asked_from_python(tmp_path: Path):
     shared: dict[str, Any] = {
         "runs": tmp_path / "runs",

@@ -94,6 +94,7 @@ def test_some_pairs_are_kept_to_be_asked_about() -> None:
     assert split_held_out(pairs[:1], share=0.9, seed=1) == (pairs[:1], [])
 
 
+@pytest.mark.slow
 def test_it_learns_what_is_liked_and_a_run_follows_it(
     tmp_path: Path, model: str, comparisons: Path, small_config: Callable[..., Config]
 ) -> None:

@@ -26,6 +26,7 @@ def steps_of(config: Config) -> list[dict[str, float]]:
     return [line for line in lines if "train/loss" in line]
 
 
+@pytest.mark.slow
 def test_a_critic_learns_beside_the_policy_and_goes_on_after_a_resume(small_config: MakeConfig) -> None:
     config = small_config(
         steps=3,

@@ -127,7 +127,7 @@ def test_a_run_that_was_interrupted_ends_in_the_weights_of_one_that_was_not(
     assert len(query(run / "ledger.sqlite", "step = 3")) == 8
 
 
-@pytest.mark.parametrize(("interrupted", "saved"), [("_select", 2), ("_update", 3)])
+@pytest.mark.parametrize(("interrupted", "saved"), [pytest.param("_select", 2, marks=pytest.mark.slow), ("_update", 3)])
 def test_ctrl_c_saves_the_last_whole_step_and_says_how_to_go_on(
     small_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
@@ -160,6 +160,7 @@ def test_ctrl_c_saves_the_last_whole_step_and_says_how_to_go_on(
     assert [line["step"] for line in lines(run, "metrics.jsonl") if "train/loss" in line] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", ["evaluate", "write_summary"])
 def test_a_run_that_is_stopped_on_its_last_metre_ends_like_any_other(
     small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, last: str
@@ -210,6 +211,7 @@ def test_a_last_evaluation_without_an_answer_ends_no_run(
     assert summary["unscored"] == dict.fromkeys(("1", "2"), "no held-out task was answered: the world is gone")
 
 
+@pytest.mark.slow
 def test_no_checkpoint_waits_for_a_pinned_evaluation_and_a_resumed_run_names_the_score_it_lacks(
     small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ):
@@ -378,6 +380,7 @@ def test_a_meter_outlives_its_process(tmp_path: Path):
     assert metered_tokens(tmp_path / "absent", "train") == 0
 
 
+@pytest.mark.slow
 def test_counts_that_the_death_of_a_machine_took_are_those_of_the_ledger(
     small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ):
@@ -434,6 +437,7 @@ def test_killed_at_random_moments_every_prompt_is_trained_on_once(
         assert told["equal_weights"]
 
 
+@pytest.mark.slow
 def test_batches_that_are_taken_again_keep_their_size(small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch):
     """Steps 1 to 3 come after the last checkpoint, and their batches of 2 stand in the ledger."""
 
@@ -461,6 +465,7 @@ def test_batches_that_are_taken_again_keep_their_size(small_config: MakeConfig, 
     assert train(config(1), resume=run)["weight_version"] == 5  # nothing is taken again any more
 
 
+@pytest.mark.slow
 def test_prompts_that_fewer_steps_do_not_need_wait_for_more(small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch):
     config = small_config(steps=5, ledger={"kind": "none"}, checkpoint={"every": 2}, eval={"tasks": 0})
     with monkeypatch.context() as patch:

@@ -89,6 +89,7 @@ def test_a_run_tells_where_every_token_went_and_keeps_its_bound(
     assert len((run / "trajectories.jsonl").read_text().splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_the_warm_start_teaches_and_its_model_can_be_scored_and_shown(small_config: MakeConfig):
     config = small_config(steps=0, sft={"steps": 30, "batch_size": 16, "lr": 1e-2})
     folder = Path(sft(config)["model"])
@@ -197,6 +198,7 @@ def test_a_run_goes_on_from_its_checkpoint(small_config: MakeConfig):
         train(longer, resume=run)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_first_reference_and_its_model(small_config: MakeConfig):
     config = small_config(steps=2, max_staleness=2, checkpoint={"every": 1}, algorithm={"kl_coef": 0.1})
     train(config)

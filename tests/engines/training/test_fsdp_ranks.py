@@ -26,6 +26,9 @@ pytestmark = pytest.mark.timeout(240)
 
 _PROGRAM = Path(__file__).with_name("rank_program.py")
 
+QUICK = ("uneven", "empty", "num_mini_batches", "meshed", "critic", "scored", "resumed", "errors", "loaded")
+"""The scenes of the quick run; each of the others takes two seconds on three ranks, and is slow."""
+
 
 class Outcome:
     """What the scenes left behind, on one rank and on two."""
@@ -90,12 +93,19 @@ def _running(alone: Any, folder: Path, *, ranks: int, scenes: Iterable[str]) -> 
 
 @pytest.fixture(scope="module")
 def alone(program: Any, model_folder: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One rank, which has played every shared scene."""
+    """One rank, in this process."""
     deep = model_folder("qwen2", tied=False, vocab_size=62, num_hidden_layers=4)
-    rank = program.Rank(model_folder("qwen2", vocab_size=62), deep, tmp_path_factory.mktemp("one"), rank=0)
+    return program.Rank(model_folder("qwen2", vocab_size=62), deep, tmp_path_factory.mktemp("one"), rank=0)
+
+
+def _played(program: Any, alone: Any, two: Path, scenes: Iterable[str]) -> Outcome:
+    """The scenes on two ranks, and on one those that have the same outcome there."""
     for scene in program.SHARED_SCENES:
-        scene(rank)
-    return rank
+        if scene.__name__ in scenes:
+            scene(alone)
+    with _running(alone, two, ranks=2, scenes=scenes):
+        pass
+    return Outcome(alone.folder, two)
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +116,14 @@ def outcome(program: Any, alone: Any, tmp_path_factory: pytest.TempPathFactory) 
     engine.save(two / "from_one_rank")
     engine.close()
     (two / "in_the_way").write_text("a file where a folder is wanted")
-    with _running(alone, two, ranks=2, scenes=program.SCENES):
-        pass
-    return Outcome(alone.folder, two)
+    return _played(program, alone, two, QUICK)
+
+
+@pytest.fixture(scope="module")
+def more(program: Any, alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The outcome of the scenes that are slow."""
+    scenes = [name for name in program.SCENES if name not in QUICK]
+    return _played(program, alone, tmp_path_factory.mktemp("more"), scenes)
 
 
 def _check_same_updates(
@@ -127,66 +142,67 @@ def _check_same_updates(
 
 @pytest.mark.parametrize(
     "scene",
+    ["uneven", "empty", "num_mini_batches", "mesh_dp_replicate", "mesh_cp", "mesh_tp", "mesh_pp", "critic"],
+)
+def test_two_ranks_make_the_update_of_one(outcome: Outcome, scene: str) -> None:
+    """Metrics to 1e-4; the weights after three updates to 1e-6 of their norm, in float32."""
+    _check_same_updates(outcome.one, outcome.two, scene, ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scene",
     [
-        "uneven",
-        "empty",
         "by_row",
-        "num_mini_batches",
         "whole_batch",
         "whole_rows",
         "whitened",
-        "mesh_dp_replicate",
-        "mesh_cp",
-        "mesh_tp",
-        "mesh_pp",
         "staged",
         "sgd",
         "muon",
         "adafactor",
         "quantised",
-        "critic",
         "compared",
         "supervised",
     ],
 )
-def test_two_ranks_make_the_update_of_one(outcome: Outcome, scene: str) -> None:
-    """Metrics to 1e-4; the weights after three updates to 1e-6 of their norm, in float32.
-
-    torch's Muon computes in bfloat16, so what a sum of gradients rounds otherwise makes a thousand times as much.
-    """
+def test_two_ranks_make_every_update_of_one(more: Outcome, scene: str) -> None:
+    """torch's Muon computes in bfloat16, so what a sum of gradients rounds otherwise makes a thousand times as much."""
     tolerances = {"metrics": 1e-3, "weights": 1e-3} if scene == "muon" else {}
-    _check_same_updates(outcome.one, outcome.two, scene, ranks=2, **tolerances)
+    _check_same_updates(more.one, more.two, scene, ranks=2, **tolerances)
 
 
-def test_stages_have_the_adapters_and_the_reference_of_one_rank(outcome: Outcome) -> None:
+@pytest.mark.slow
+def test_stages_have_the_adapters_and_the_reference_of_one_rank(more: Outcome) -> None:
     for scene in ("staged.reference", "staged.woken"):
         for rank in range(2):
-            assert outcome.report(outcome.two, scene, rank) == pytest.approx(
-                outcome.report(outcome.one, scene), abs=1e-5
-            )
+            assert more.report(more.two, scene, rank) == pytest.approx(more.report(more.one, scene), abs=1e-5)
     for name in ("adapters", "base"):
         one, *both = (
             load_file(folder / f"staged.{name}.{rank}")
-            for folder, rank in ((outcome.one, 0), (outcome.two, 0), (outcome.two, 1))
+            for folder, rank in ((more.one, 0), (more.two, 0), (more.two, 1))
         )
         for two in both:
             assert list(two) == list(one)
             assert all(torch.allclose(two[each], one[each], atol=1e-6) for each in one)
 
 
-def test_a_loss_that_fails_in_the_last_stage_is_raised_on_all(outcome: Outcome) -> None:
-    here, there = (outcome.report(outcome.two, "staged.failed", rank) for rank in range(2))
+@pytest.mark.slow
+def test_a_loss_that_fails_in_the_last_stage_is_raised_on_all(more: Outcome) -> None:
+    here, there = (more.report(more.two, "staged.failed", rank) for rank in range(2))
     assert here == "EngineError: the loss failed on rank 1 (of 1 that failed); see its error"
-    assert there == outcome.report(outcome.one, "staged.failed") == "ZeroDivisionError: the user's loss divides by 0"
-
-
-def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_divided(outcome: Outcome) -> None:
-    for rank in range(2):
-        assert "'muon' computes with whole matrices" in outcome.report(outcome.two, "undivided", rank)
+    assert there == more.report(more.one, "staged.failed") == "ZeroDivisionError: the user's loss divides by 0"
 
 
 @pytest.mark.slow
-def test_four_ranks_make_the_update_of_one(program: Any, alone: Any, tmp_path: Path) -> None:
+def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_divided(more: Outcome) -> None:
+    for rank in range(2):
+        assert "'muon' computes with whole matrices" in more.report(more.two, "undivided", rank)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("outcome", "more")  # what one rank did
+def test_four_ranks_make_the_update_of_one(alone: Any, tmp_path: Path) -> None:
     scenes = ["uneven", "by_row", "num_mini_batches", "scored"]
     with _running(alone, tmp_path, ranks=4, scenes=scenes):
         pass

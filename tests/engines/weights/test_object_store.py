@@ -54,6 +54,7 @@ def test_the_versions_of_a_publisher_that_died_are_gone_and_what_was_read_stays(
     assert ran.stdout.split() == ["{3.0}", "3000.0", "True"]
 
 
+@pytest.mark.slow
 def test_without_a_cluster_the_error_names_the_remedy() -> None:
     program = "import pytest, sys; from tests.engines.weights import test_object_store as t; t.alone()"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)

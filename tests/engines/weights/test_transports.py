@@ -211,6 +211,7 @@ transport.close()
 """
 
 
+@pytest.mark.slow
 def test_another_process_pulls(spec: TransportSpec, publisher: WeightTransport) -> None:
     model = a_model()
     manifest = publisher.publish(model.items(), version=0)

@@ -30,7 +30,7 @@ DECAY = 0.9
 FAST_DECAY = 0.5
 """The same for the recent mean."""
 _FORGOTTEN = 60
-"""Steps after which an outcome weighs less than 0.2 %, and is removed."""
+"""Steps after which an outcome weighs less than 0.2 %, and counts no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +72,12 @@ class Curriculum:
             counts[1] += max(each.rewards) > min(each.rewards)
             counts[2] += math.fsum(each.rewards) / len(each.rewards)
         self._steps[step] = dict(kinds)
-        for old in [each for each in self._steps if each <= step - _FORGOTTEN]:
-            del self._steps[old]
 
     def choose(self, group_id: int, difficulties: Sequence[str], *, horizon: int) -> int:
         """Return the place of the candidate that the group gets."""
+        # Twice as long as they count: the horizon goes back by some steps where groups are dropped.
+        for old in [each for each in self._steps if each <= horizon - 2 * _FORGOTTEN]:
+            del self._steps[old]
         draw = random.Random(f"{self._seed}/curriculum/{group_id}")  # noqa: S311 (reproducible, not secret)
         scores = {kind: self.score(kind, horizon=horizon) for kind in set(difficulties)}
         weights = [scores[kind] ** SHARPNESS for kind in difficulties]
@@ -87,10 +88,10 @@ class Curriculum:
         groups = varied = 0.0
         means, weights = [0.0, 0.0], [0.0, 0.0]
         for step, kinds in self._steps.items():
-            if step > horizon or difficulty not in kinds:
+            age = horizon - step
+            if not 0 <= age < _FORGOTTEN or difficulty not in kinds:
                 continue
             count, differed, total = kinds[difficulty]
-            age = horizon - step
             groups += count * DECAY**age
             varied += differed * DECAY**age
             for place, decay in enumerate((DECAY, FAST_DECAY)):

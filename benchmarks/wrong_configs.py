@@ -247,6 +247,7 @@ PAIRS: tuple[Settings, ...] = (
     {"algorithm.loss": "topr"},
     {"algorithm.loss": "kl_cov"},
     {"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "k1"},
+    {"algorithm.kl_coef": 0.1, "algorithm.kl_placement": "reward", "algorithm.kl_estimator": "k3"},
     {"algorithm.target_kl": 0.1},
     {"algorithm.advantage": "online_dpo", "algorithm.loss_agg_mode": "sequence_mean"},
     {"rollout.temperature": 0.0},

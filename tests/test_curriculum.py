@@ -56,10 +56,19 @@ def test_a_choice_depends_on_nothing_after_its_horizon():
     assert early.score("mixed", horizon=5) != late.score("mixed", horizon=11)
 
 
+def test_a_score_is_the_same_however_far_the_steps_have_gone():
+    later = taught(400)
+    assert later.score("solved", horizon=100) == taught(100).score("solved", horizon=100) < 1
+    for horizon in (200, 140):  # a group that was dropped gives its place away
+        assert later.choose(7, KINDS, horizon=horizon) == taught(horizon).choose(7, KINDS, horizon=horizon)
+        assert later.score("solved", horizon=horizon) == taught(horizon).score("solved", horizon=horizon) < 1
+
+
 def test_what_a_checkpoint_keeps_is_all_that_it_knows():
     curriculum = taught(200)
+    curriculum.choose(0, KINDS, horizon=200)
     state = json.loads(json.dumps(curriculum.state()))
-    assert len(state) == 60
+    assert len(state) == 120
     again = Curriculum(seed=7, state=state)
     again.learned(200, OUTCOMES)  # a step that is trained again is not counted twice
     assert again.state() == curriculum.state()

@@ -16,6 +16,10 @@ do: tokens beyond get no gradient from it.
 The last column is about the gradient through the estimator alone (the samples are held fixed), which is what a loss
 term per token has; ``tests/algorithms/test_kl.py`` sums it over a whole vocabulary. With q the policy being trained
 and p the frozen reference, k2 therefore pulls towards the reference's mode and k3 towards covering all of it.
+
+A reward acts through the score function instead. E_q[k1 grad log q] is the gradient of KL(q || p); with k3 that of
+KL(p || q) is subtracted from it, so that near the reference nothing is left, and k2 is no better
+(``tests/algorithms/test_kl_reward.py``).
 """
 
 from __future__ import annotations
@@ -137,7 +141,7 @@ def row_divergences(
 ) -> Tensor:
     """Return the divergence of each row from the reference [B] float32: its sampled tokens' estimates summed, in nats.
 
-    All columns are ragged, of the same lengths. A reward has no gradient, so k1 is unbiased and enough.
+    All columns are ragged, of the same lengths. In a reward only k1 has the gradient of the divergence.
 
         >>> behaviour = torch.nested.nested_tensor([[-1.0, -2.0], [-1.0]], layout=torch.jagged)
         >>> reference = torch.nested.nested_tensor([[-1.5, -3.0], [-1.0]], layout=torch.jagged)

@@ -125,6 +125,13 @@ def config_issues(objective: PolicyObjective, estimator: AdvantageEstimator, set
             reason="the gradient of k1 is 0 on average: as a loss it is noise and does not pull to the reference",
             remedy="use k2 or k3",
         )
+    if setting.kl_in_reward and objective.kl_estimator != "k1":
+        yield ConfigIssue(
+            key="algorithm.kl_estimator",
+            reason="in a reward only k1 has the gradient of the divergence: the others hardly pull to the reference, "
+            "and may push away from it",
+            remedy='use k1, which is the default there, or kl_placement = "loss"',
+        )
 
 
 def _impossible(estimator: AdvantageEstimator, setting: Setting) -> Iterator[ConfigIssue]:

@@ -48,7 +48,7 @@ def value_token_losses(
     loss, stopped = free, torch.zeros_like(free)
     if cliprange_value is not None:
         check_range("cliprange_value", cliprange_value, low=0.0, open_low=True)
-        clipped = (old + (value - old).clamp(-cliprange_value, cliprange_value) - target).square()
+        clipped = (value.clamp(old - cliprange_value, old + cliprange_value) - target).square()
         loss, stopped = torch.maximum(free, clipped), (clipped > free).to(free.dtype)
     return TokenLosses(
         loss=keep(0.5 * loss, mask),
@@ -80,7 +80,8 @@ class ValueObjective:
         losses = value_token_losses(
             values, old_values=old_values, returns=returns, mask=mask, cliprange_value=self.cliprange_value
         )
-        value, target = keep(values.detach(), mask), keep(returns.detach(), mask)
+        # Squares of float32 would lose in their difference a variance below a millionth of them.
+        value, target = keep(values.detach().double(), mask), keep(returns.detach().double(), mask)
         moments = {
             "value": value,
             "return": target,
@@ -101,7 +102,8 @@ class ValueObjective:
         that predicts the mean, below 0 for one that is worse than the mean; 0 where all returns are equal.
         """
         known = dict(means)
-        spread = known.pop("return_squared") - known["return"] ** 2
+        squared = known.pop("return_squared")
+        spread = squared - known["return"] ** 2
         left = known.pop("residual_squared") - known.pop("residual") ** 2
-        known["explained_variance"] = 1.0 - left / spread if spread > 1e-12 else 0.0
+        known["explained_variance"] = 1.0 - left / spread if spread > 1e-12 * max(1.0, squared) else 0.0
         return known

@@ -19,7 +19,7 @@ from asyncrl.plugins import Part as _Part
 from asyncrl.plugins import part_text
 
 if TYPE_CHECKING:
-    from asyncrl.algorithms import AdvantageEstimator, KLController, PolicyObjective
+    from asyncrl.algorithms import AdvantageEstimator, KLController, KLEstimator, PolicyObjective
     from asyncrl.mesh import MeshShape
 
 DEEPEST_TABLE = 16
@@ -560,10 +560,10 @@ class AlgorithmConfig(Section):
     """Options of the correction, as in `{cap = 5.0}`."""
     kl_coef: Annotated[float, Field(ge=0, le=100)] = 0.0
     """Weight of the divergence from the reference policy; 0 loads no reference."""
-    kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
-    """Estimator of the divergence per token; k3 is unbiased and never negative."""
+    kl_estimator: Literal["k1", "k2", "k3", "low_variance"] | None = None
+    """Estimator of the divergence per token; none: k3 as a term of the loss, k1 in the reward."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """Where the divergence counts: as a term of the loss, or subtracted from each row's reward (k1 is enough there)."""
+    """Where the divergence counts: as a term of the loss, or subtracted from each row's reward (by k1 alone)."""
     target_kl: Annotated[float, Field(gt=0, le=100)] | None = None
     """Nats per token to which a penalty in the reward is controlled; none: kl_coef is constant."""
     kl_horizon: Annotated[float, Field(gt=0, le=1e12)] = 10_000.0
@@ -602,6 +602,11 @@ class AlgorithmConfig(Section):
         """Whether the divergence from the reference is subtracted from the rewards."""
         return self.kl_placement == "reward" and self.kl_coef > 0
 
+    @property
+    def divergence_estimator(self) -> KLEstimator:
+        """``kl_estimator``, or the one whose gradient is that of a divergence where it counts."""
+        return self.kl_estimator or ("k1" if self.kl_in_reward else "k3")
+
     def objective(self, *, longest: int) -> PolicyObjective:
         """Return the objective; ``longest`` is the length that ``fixed_length`` divides by.
 
@@ -633,7 +638,7 @@ class AlgorithmConfig(Section):
             **parts,  # type: ignore[arg-type]  # checked just above
             anchor=self.anchor,
             kl_coef=self.kl_coef if self.kl_placement == "loss" else 0.0,
-            kl_estimator=self.kl_estimator,
+            kl_estimator=self.divergence_estimator,
             entropy_coef=self.entropy_coef,
             loss_agg_mode=self.loss_agg_mode,
             fixed_length=longest if self.loss_agg_mode == "fixed_length" else None,

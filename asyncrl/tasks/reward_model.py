@@ -93,7 +93,7 @@ _PAIRS_PER_CALL = 64
 async def train_reward_model(config: RewardTrainingConfig, run: RunDirectory, progress: Progress) -> dict[str, Any]:
     """Train on the configured comparisons; return the summary, which is also written.
 
-    The run's folder ``model`` gets a model for sequence classification with one label, and the tokenizer.
+    The run's folder ``reward_model`` gets a model for sequence classification with one label, and the tokenizer.
 
     Raises:
         InvalidDataError: no comparison of the file can be used.
@@ -127,8 +127,7 @@ async def train_reward_model(config: RewardTrainingConfig, run: RunDirectory, pr
         progress.stage("reward model", len(batches))
         last = await train_ahead(batches, pair_rows, group.compare, on_step=learned)
         after = await _accuracy(group, held_out)
-        folder = run.path / "model"
-        exported = folder if model != str(folder) else run.path / "reward_model"
+        exported = run.path / "reward_model"
         await group.export(exported)
         summary = {
             "model": str(exported),

@@ -563,7 +563,7 @@ def make_advantages(config: Config, *, after: DriverState | Advantages | None = 
         by_turns=config.reward.source == "environment",
         kl_controller=config.algorithm.controller(reached),
         gae_lambda=config.critic.gae_lambda,
-        kl_estimator=config.algorithm.kl_estimator,
+        kl_estimator=config.algorithm.divergence_estimator,
     )
 
 
@@ -580,7 +580,7 @@ def divergence_estimator(config: Config) -> KLEstimator | None:
     algorithm = config.algorithm
     if "divergences" in algorithm.estimator().needs:
         return "k1"
-    return algorithm.kl_estimator if algorithm.kl_in_reward else None
+    return algorithm.divergence_estimator if algorithm.kl_in_reward else None
 
 
 def reference_stage(config: Config, group: TrainerGroup) -> Score:

@@ -219,13 +219,17 @@ def with_token_advantages(batch: DataProto, by_token: TokenAdvantages) -> DataPr
 
 
 def with_returns(batch: DataProto, by_token: TokenAdvantages) -> DataProto:
-    """Add ``returns``, the critic's targets: those of ``gae`` with the critic's ``gae_lambda``."""
-    from asyncrl.algorithms.advantages import gae
+    """Add ``returns``, the critic's targets: ``gae`` with the estimator's gamma and the critic's ``gae_lambda``."""
+    from asyncrl.algorithms.advantages import gae, load_estimator
 
     found = _Sampled(batch, by_token)
-    gamma = float(by_token.options.get("gamma", 1.0))
+    gamma = load_estimator(by_token.estimator, options=by_token.options).option("gamma")
     _, returns = gae(
-        found.token_rewards, found.of("values"), found.lengths, gamma=gamma, gae_lambda=by_token.gae_lambda
+        found.token_rewards,
+        found.of("values"),
+        found.lengths,
+        gamma=1.0 if gamma is None else gamma,
+        gae_lambda=by_token.gae_lambda,
     )
     return found.joined("returns", returns)
 

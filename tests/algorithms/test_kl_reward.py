@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms import AdaptiveKL, FixedKL, gae, penalised_rewards, penalised_token_rewards, row_divergences
+from asyncrl.algorithms.kl import KLEstimator, kl_estimate
 from asyncrl.data.ragged import ragged_from_list
 from asyncrl.errors import ConfigError, SchemaError
 
@@ -73,3 +74,22 @@ def test_a_row_diverges_by_what_it_sampled() -> None:
     assert row_divergences(behaviour, reference, mask).dtype == torch.float32
     with pytest.raises(SchemaError, match="rows of the same lengths"):
         row_divergences(behaviour, ragged_from_list([torch.zeros(3), torch.zeros(2)]), mask)
+
+
+def test_of_the_estimators_only_k1_pulls_to_the_reference() -> None:
+    """What a penalty in the reward teaches: E_q[penalty * grad log q], over a whole vocabulary."""
+    q, p = torch.tensor([[0.1, 0.9], [0.2, 0.8]], dtype=torch.float64)
+    logits = q.log().requires_grad_()
+    log_q = logits.log_softmax(0)
+
+    def gradient(loss: torch.Tensor) -> list[float]:
+        return torch.autograd.grad(loss, logits, retain_graph=True)[0].tolist()
+
+    def taught(estimator: KLEstimator) -> list[float]:
+        return gradient((q * kl_estimate(q.log(), p.log(), estimator=estimator) * log_q).sum())
+
+    towards, covering = gradient((log_q.exp() * (log_q - p.log())).sum()), gradient(-(p * log_q).sum())
+    assert taught("k1") == pytest.approx(towards)
+    assert taught("k3") == pytest.approx([each - other for each, other in zip(towards, covering, strict=True)])
+    assert taught("k1")[0] < 0  # the first token becomes likelier, as in the reference
+    assert min(taught(each)[0] for each in ("k2", "k3", "low_variance")) > 0

@@ -55,6 +55,13 @@ def test_by_hand() -> None:
     assert got.metrics["value_clip_fraction"].tolist() == [1.0, 0.0, 0.0]
 
 
+def test_a_value_within_the_range_is_not_clipped() -> None:
+    value, old, returns = 0.1 * torch.rand(3, 1000, generator=torch.Generator().manual_seed(0)) - 0.05
+    got = value_token_losses(value, old_values=old, returns=returns, mask=torch.ones(1000, dtype=torch.bool))
+    assert not got.metrics["value_clip_fraction"].any()
+    assert got.loss.equal(0.5 * (value - returns).square())
+
+
 def test_what_does_not_fit_is_refused() -> None:
     column, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     with pytest.raises(SchemaError, match="returns has shape"):
@@ -91,6 +98,20 @@ def test_the_report_of_a_critic() -> None:
         with pytest.raises(ConfigError, match=f"cliprange_value is {wrong:g}"):
             ValueObjective(cliprange_value=wrong)
     assert ValueObjective(cliprange_value=0.01).cliprange_value == 0.01
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 3.3, 1000.1])
+@pytest.mark.parametrize(("spread", "explained"), [(0.0, 0.0), (0.1, 0.75)])
+def test_a_spread_far_below_the_returns_is_seen_and_rounding_is_not(
+    reward: float, spread: float, explained: float
+) -> None:
+    """Of float32, as the engine has them; the critic finds half of each distance from the mean."""
+    returns = reward + spread * torch.linspace(-1, 1, 1000)
+    values = reward + 0.5 * (returns - reward) if spread else torch.linspace(-1, 1, 1000)
+    mask = torch.ones(1000, dtype=torch.bool)
+    losses = ValueObjective().token_losses(values, old_values=values, returns=returns, mask=mask)
+    report = ValueObjective().report({name: float(column.sum()) / 1000 for name, column in losses.metrics.items()})
+    assert report["explained_variance"] == pytest.approx(explained, abs=1e-3)
 
 
 def test_only_values_get_a_gradient() -> None:

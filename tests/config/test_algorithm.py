@@ -24,7 +24,7 @@ from asyncrl.algorithms import (
     TruncatedImportance,
 )
 from asyncrl.cli.main import main
-from asyncrl.config import Config, check_algorithm
+from asyncrl.config import Config, check_algorithm, load_config
 from asyncrl.errors import ConfigError, UserCodeError
 
 SMALLEST: dict[str, Any] = {
@@ -128,6 +128,14 @@ def test_what_cannot_run_is_refused_with_its_key(settings: dict[str, Any], path:
         ({"anchor": "behaviour", "max_staleness": 1}, "algorithm.correction", "every weight is 1"),
         ({"loss": "kl_cov"}, "algorithm.loss", "one optimizer step"),
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "algorithm.kl_estimator", "noise"),
+        *[
+            (
+                {"kl_coef": 0.1, "kl_placement": "reward", "kl_estimator": estimator},
+                "algorithm.kl_estimator",
+                "may push away",
+            )
+            for estimator in ("k2", "k3", "low_variance")
+        ],
         ({"advantage": "gigpo", "kl_coef": 0.1, "kl_placement": "reward"}, "algorithm.kl_placement", "single turns"),
         *[
             ({**settings, "buffer": DROP}, "buffer.options.zero_variance", "more than the rewards of a group")
@@ -221,6 +229,18 @@ def test_the_divergence_counts_in_one_place() -> None:
         check_algorithm(Config.from_mapping(again))
     with pytest.raises(ConfigError, match="greedy rewards are computed once for a group"):
         check_algorithm(Config.from_mapping({**again, "algorithm": {"advantage": "remax"}}))
+
+
+def test_a_file_that_names_the_estimator_that_was_the_default_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(config(kl_coef=0.1, kl_placement="reward", kl_estimator="k3").to_toml())
+    with pytest.raises(ConfigError, match=r'"k3".*use k1'):
+        check_algorithm(load_config(file))
+    for value in ("k1", "none"):
+        assert check_algorithm(load_config(file, ["--algorithm.kl_estimator", value])) == ()
+    assert check_algorithm(load_config(file, ["--algorithm.kl_placement", "loss"])) == ()
+    (issue,) = check_algorithm(load_config(file, ["--algorithm.allow_unsound", "true"]))
+    assert issue.key == "algorithm.kl_estimator"
 
 
 def test_the_algorithm_of_a_run_without_training_is_not_checked() -> None:

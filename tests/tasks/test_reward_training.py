@@ -103,6 +103,7 @@ def test_it_learns_what_is_liked_and_a_run_follows_it(
     assert summary["held_out_accuracy"] >= 0.9
     assert (summary["pairs"], summary["held_out_pairs"], summary["steps"]) == (48, 12, 9)
     (run,) = (tmp_path / "runs").glob("judge-*")
+    assert summary["model"] == str(run / "reward_model")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 10))
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] == pytest.approx(0.6931, abs=1e-3)  # log 2: it knew nothing

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config import load_config
 from asyncrl.data import DataProto
 from asyncrl.interfaces import GroupSummary
-from asyncrl.trainer.assembly import Assembly, make_advantages, proof_spec, rollout_spec
+from asyncrl.trainer.assembly import Assembly, divergence_estimator, make_advantages, proof_spec, rollout_spec
 from asyncrl.weights import TransportSpec
 from buffers.replay import AsyncReplayBuffer
 
@@ -78,6 +78,27 @@ def test_a_controlled_penalty_goes_on_unless_its_coefficient_was_changed(
     after = make_advantages(load_config(tmp_path / "run.toml", settings), after=before)
     assert after.kl_coef == pytest.approx(coefficient)
     assert make_advantages(load_config(tmp_path / "run.toml", settings), after=after).kl_coef == after.kl_coef
+
+
+@pytest.mark.parametrize(
+    ("settings", "estimator", "of_rows"),
+    [
+        ([], "k3", None),
+        (["--algorithm.kl_placement", "reward"], "k1", "k1"),
+        (["--algorithm.kl_placement", "reward", "--algorithm.kl_estimator", "k2"], "k2", "k2"),
+        (["--algorithm.kl_placement", "reward", "--algorithm.kl_coef", "0"], "k3", None),
+    ],
+)
+def test_the_estimator_of_the_divergence_is_that_for_where_it_counts(
+    tmp_path: Path, settings: list[str], estimator: str, of_rows: str | None
+) -> None:
+    (tmp_path / "run.toml").write_text(FILE + "[algorithm]\nkl_coef = 0.1\n")
+    config = load_config(tmp_path / "run.toml", settings)
+    (tmp_path / "recorded.toml").write_text(config.to_toml())
+    for each in (config, load_config(tmp_path / "recorded.toml")):
+        assert each.algorithm.objective(longest=8).kl_estimator == estimator
+        assert make_advantages(each).kl_estimator == estimator
+        assert divergence_estimator(each) == of_rows
 
 
 class Hearing(AsyncReplayBuffer):

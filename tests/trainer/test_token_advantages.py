@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -73,6 +75,19 @@ def test_the_divergence_is_taken_off_each_tokens_reward() -> None:
     assert column(with_returns(batch, by_token), "returns") == [[0.0, 1.0 - 0.1 + 0.2, 1.0 + 0.2]]
 
 
+def test_the_critic_learns_what_the_estimator_discounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def discounted(token_rewards: torch.Tensor, values: torch.Tensor, *, gamma: float = 0.5) -> torch.Tensor:
+        return token_rewards - values
+
+    module = types.ModuleType("an_estimator")
+    module.discounted = discounted  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "an_estimator", module)
+    batch = rows([-1, 0, 0], values=[[0.0, 1.0, 2.0]], rewards=[4.0])
+    for options, first in (({}, 2.0), ({"gamma": 0.25}, 1.0)):
+        by_token = TokenAdvantages(estimator="an_estimator:discounted", options=options)
+        assert column(with_returns(batch, by_token), "returns") == [[0.0, first, 4.0]]
+
+
 def test_a_token_that_is_masked_is_still_a_step() -> None:
     batch = rows([-1, 0, 0], values=[[0.0, 1.0, 2.0]], rewards=[4.0], loss_mask=[torch.tensor([False, False, True])])
     assert column(
@@ -108,9 +123,6 @@ def test_an_estimator_must_give_a_number_for_every_token(monkeypatch: pytest.Mon
 
 
 def _one_for_all(monkeypatch: pytest.MonkeyPatch) -> TokenAdvantages:
-    import sys
-    import types
-
     module = types.ModuleType("an_estimator")
     module.one = lambda token_rewards: token_rewards.sum()[None]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "an_estimator", module)

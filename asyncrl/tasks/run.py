@@ -236,9 +236,7 @@ def with_data(config: Config, data: Sequence[str], *, reward: str | None = None)
     options: dict[str, Any] = {"reward": reward} if reward is not None else {}
     if config.env.name in DATASET_NAMES:
         options = {key: value for key, value in config.env.options.items() if key not in DATASET_FILES}
-    env = config.env.model_copy(
-        update={"name": DATASET_NAMES[1], "options": {**options, "held_out": list(data)}, "max_turns": 1}
-    )
+    env = config.env.model_copy(update={"name": DATASET_NAMES[1], "options": {**options, "held_out": list(data)}})
     return config.model_copy(update={"env": env})
 
 

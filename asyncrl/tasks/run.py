@@ -276,6 +276,7 @@ def _answer(
     names = ["max_new_tokens", "max_seq_len", "stop"]
     if sampling.get("temperature"):
         names += ["top_p", "top_k"]
+    weights = _weights_of(checkpoint) if checkpoint is not None else None
     settings = {
         "model": config.model.model_dump(mode="json"),
         "env": config.env.model_dump(mode="json"),
@@ -283,7 +284,7 @@ def _answer(
         "sampling": dict(sampling),
         "samples": samples,
         "seed": config.seed,
-        "checkpoint": str(checkpoint) if checkpoint is not None else None,
+        "checkpoint": weights,  # of a run that trains on, the newest one changes
     }
     if rewarded:
         settings["reward"] = {"source": config.reward.source, "options": dict(config.reward.options)}
@@ -292,7 +293,7 @@ def _answer(
     answers: list[dict[str, Any]] = []
 
     async def main() -> tuple[int, int]:
-        async with _serving(config, checkpoint, made_with=made_with, rewarded=rewarded) as serving:
+        async with _serving(config, weights, made_with=made_with, rewarded=rewarded) as serving:
             assembly, renderer, score = serving
             environments = assembly.environments
             rows = environments.held_out_rows if isinstance(environments, FiniteHeldOutTasks) else None
@@ -346,22 +347,22 @@ def _answer(
 
 @asynccontextmanager
 async def _serving(
-    config: Config, checkpoint: Path | str | None, *, made_with: Config, rewarded: bool
+    config: Config, weights: tuple[str, int] | None, *, made_with: Config, rewarded: bool
 ) -> AsyncIterator[tuple[Assembly, ChatRenderer, Score | None]]:
-    """Serve the configured model, or a checkpoint's; yield the workers, the renderer and the reward model, if any.
+    """Serve the configured model, or ``weights``; yield the workers, the renderer and the reward model, if any.
 
-    A model that is made on the spot is made from the tasks of ``made_with``, whatever it answers.
+    ``weights`` are a model folder and its version. A model that is made on the spot is made from the tasks of
+    ``made_with``, whatever it answers.
     """
-    await in_thread(check_start, made_with, loads_model=checkpoint is None, uses_tasks=False)
+    await in_thread(check_start, made_with, loads_model=weights is None, uses_tasks=False)
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDirectory.create(config.runs, f"{config.name}-eval"))
         assembly = Assembly(config, log_folder=run.logs)
         stack.push_async_callback(assembly.aclose)
         await asyncio.to_thread(import_model_library, config)
-        if checkpoint is None:
-            model, version = await in_thread(model_folder, config, run, make_environments(made_with)), 0
-        else:
-            model, version = await asyncio.to_thread(_weights_of, checkpoint)
+        if weights is None:
+            weights = await in_thread(model_folder, config, run, make_environments(made_with)), 0
+        model, version = weights
         renderer = await asyncio.to_thread(load_renderer, model, **chat_options(config))
         if note := await in_thread(filter_overlong_prompts, config, assembly.environments, model):
             logging.getLogger("asyncrl").warning(note)

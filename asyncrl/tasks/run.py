@@ -25,7 +25,7 @@ from asyncrl.runtime import Terminated, in_thread, run_with_signals
 from asyncrl.tasks import reward_model as reward_training
 from asyncrl.tasks.checks import check_reward_training, check_start
 from asyncrl.tasks.generate import AnswersFile, FailedTask, answer_tasks
-from asyncrl.tasks.settings import with_moved_rows
+from asyncrl.tasks.settings import DATASET_NAMES, with_moved_rows
 from asyncrl.telemetry.progress import make_progress
 from asyncrl.telemetry.run_directory import RunDirectory, open_log
 from asyncrl.telemetry.timeline import Timeline
@@ -240,7 +240,6 @@ def with_data(config: Config, data: Sequence[str], *, reward: str | None = None)
     return config.model_copy(update={"env": env})
 
 
-DATASET_NAMES = ("dataset", "asyncrl.envs.dataset:DatasetFactory")
 DATASET_FILES = ("files", "sources", "held_out", "held_out_share", "order", "demonstrations")
 
 

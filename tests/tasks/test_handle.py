@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from asyncrl import attach, evaluate, generate, sft, train
-from asyncrl.config import load_config
+from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, InfrastructureError, RewardError, RunStoppedError
 from asyncrl.single_controller.local import LocalWorkerGroup
 from asyncrl.tasks.settings import python_config, with_row_files, write_rows
@@ -171,6 +171,46 @@ def test_what_is_not_rows_is_refused(tmp_path: Path):
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations that `evaluate` and `generate` answer with."""
+    found: list[Config] = []
+    for name in ("evaluate", "generate"):
+        monkeypatch.setattr(f"asyncrl.tasks.run.{name}", lambda config, **arguments: found.append(config))
+    return found
+
+
+def test_rows_are_answered_whatever_the_run_was_trained_on(tmp_path: Path, asked: list[Config]):
+    base = {"name": "first", "steps": 1, "runs": str(tmp_path), "model": {"path": "m"}}
+    calculator = {**base, "env": {"name": "calculator", "max_turns": 3, "options": {"digits": 2}}}
+    evaluate(calculator, data=ROWS, reward=len)
+    generate(calculator, data=ROWS)
+    for made, reward in zip(asked, (len, "none"), strict=True):
+        assert (made.env.name, made.env.max_turns, made.reward.source) == ("dataset", 3, "environment")
+        assert made.env.options.keys() == {"held_out", "reward"}
+        assert made.env.options["reward"] == reward
+    dotted = {"name": "asyncrl.envs.dataset:DatasetFactory", "options": {"sources": [{"files": "a.jsonl"}]}}
+    evaluate({**base, "env": dotted}, data="b.jsonl", reward="exact")
+    assert asked[-1].env.options == {"held_out": "b.jsonl", "reward": "exact"}
+    agent = {"name": "command", "options": {"command": ["agent"]}}
+    for env in (agent, {"name": "sandbox", "options": {"check": "true"}}):  # these take rows themselves
+        evaluate({**base, "env": env}, data="b.jsonl")
+        assert (asked[-1].env.name, asked[-1].env.options) == (env["name"], {**env["options"], "held_out": "b.jsonl"})
+
+
+def test_a_reward_that_is_given_judges_all_rows(tmp_path: Path, asked: list[Config]):
+    options = {"files": "a.jsonl", "rewards": {"openai/gsm8k": "gsm8k"}}
+    config = {"name": "first", "steps": 1, "model": {"path": "m"}, "env": {"name": "dataset", "options": options}}
+    evaluate(config, data="b.jsonl", reward=len)
+    assert asked[-1].env.options == {"held_out": "b.jsonl", "reward": len}
+    generate(config, data="b.jsonl")
+    assert asked[-1].env.options == {"held_out": "b.jsonl", "reward": "none"}
+    evaluate(config, data="b.jsonl")
+    assert asked[-1].env.options == {"held_out": "b.jsonl", "rewards": {"openai/gsm8k": "gsm8k"}}
+    evaluate(config, data="b.jsonl", reward=len, env={"options": {"rewards": {"a": "exact"}}})
+    assert asked[-1].env.options == {"held_out": "b.jsonl", "reward": len, "rewards": {"a": "exact"}}
 
 
 def test_a_closure_rewards_rows_by_their_columns_and_the_handle_shows_the_run(tmp_path: Path):

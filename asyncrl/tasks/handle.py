@@ -451,14 +451,16 @@ class Run(Generic[_Result]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the metrics of each training step (docs/reference/metrics.md): those done, then each as it is done.
 
-        Ends with the run, and raises what ended it as :meth:`wait` does.
+        Those that a resume elsewhere trains again come once more. Ends with the run, and raises what ended it as
+        :meth:`wait` does.
         """
-        number = 0
+        seen: list[dict[str, Any]] = []
         while True:
             ended = self.ended
             steps = self._steps()
-            yield from steps[number:]
-            number = max(number, len(steps))
+            if new := _unseen(steps, seen):
+                seen = steps
+                yield from new
             if ended:
                 self.wait()
                 return
@@ -469,14 +471,15 @@ class Run(Generic[_Result]):
                 time.sleep(_LOOK_S)
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
-        number = 0
+        seen: list[dict[str, Any]] = []
         while True:
             ended = self.ended
             reading = asyncio.to_thread(self._steps)
             steps = await (reading if self._program is None else self._program.cancelled_with_caller(reading))
-            for step in steps[number:]:
-                yield step
-            number = max(number, len(steps))
+            if new := _unseen(steps, seen):
+                seen = steps
+                for step in new:
+                    yield step
             if ended:
                 await self
                 return
@@ -548,7 +551,15 @@ class Run(Generic[_Result]):
         return report_text(summary.as_record()) if summary is not None else ""
 
     def _steps(self) -> list[dict[str, Any]]:
-        return [line for line in self._lines("metrics.jsonl") if "reward_mean" in line]
+        last = self._directory.stale_after if self._directory is not None else None  # before the lines are read
+        steps = [line for line in self._lines("metrics.jsonl") if "reward_mean" in line]
+        return steps if last is None else [line for line in steps if line["step"] <= last]
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         return read_json_lines(self.path / name)
+
+
+def _unseen(steps: Sequence[dict[str, Any]], seen: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return ``steps`` from the first on that differs from ``seen``; none of a beginning of what was seen."""
+    pairs = enumerate(zip(steps, seen, strict=False))
+    return steps[next((number for number, (now, before) in pairs if now != before), len(seen)) :]

@@ -80,7 +80,9 @@ def open_run(config: Config, *, resume: Path | None = None) -> tuple[RunDirector
         return RunDirectory.create(config.runs, config.name), None
     run = RunDirectory.open(resume)
     try:
-        return run, _checkpoint_to_resume(config, run)
+        checkpoint = _checkpoint_to_resume(config, run)
+        run.stale_after = read_driver_state(checkpoint).step
+        return run, checkpoint
     except BaseException:
         run.close()
         raise
@@ -97,7 +99,8 @@ def _checkpoint_to_resume(config: Config, run: RunDirectory) -> Path:
             path="steps",
             remedy=f"at least {done}",
         )
-    if load_config(run.config_path).model != config.model:
+    before, wanted = (each.model.model_dump(mode="json") for each in (load_config(run.config_path), config))
+    if before != wanted:  # a function without a module is its path in the file
         raise ConfigError(
             f"{run.path} continues with its own weights; [model] must be unchanged",
             path="model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import signal
@@ -19,12 +20,14 @@ from asyncrl import attach, evaluate, generate, sft, train
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, InfrastructureError, RewardError, RunStoppedError
 from asyncrl.single_controller.local import LocalWorkerGroup
+from asyncrl.tasks.handle import Run
 from asyncrl.tasks.settings import python_config, with_row_files, write_rows
-from asyncrl.telemetry.run_directory import read_json_lines
+from asyncrl.telemetry.run_directory import RunDirectory, read_json_lines
 from asyncrl.trainer.assembly import make_environments
 from asyncrl.trainer.checkpoint import Checkpoints
 from asyncrl.trainer.report import read_status
 from asyncrl.trainer.run import TrainingRun
+from engines.training.scratch import make as make_scratch
 
 ROWS = [{"prompt": f"say {number}", "wanted": number % 10} for number in range(8)]
 SAID = [[{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": str(n)}] for n in range(8)]
@@ -170,9 +173,6 @@ def test_what_is_not_rows_is_refused(tmp_path: Path):
             write_rows(with_row_files(config, rows, tmp_path), rows)
 
 
-# ----------------------------------------------------------------------------------------------------------------- runs
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations that `evaluate` and `generate` answer with."""
@@ -211,6 +211,9 @@ def test_a_reward_that_is_given_judges_all_rows(tmp_path: Path, asked: list[Conf
     assert asked[-1].env.options == {"held_out": "b.jsonl", "rewards": {"openai/gsm8k": "gsm8k"}}
     evaluate(config, data="b.jsonl", reward=len, env={"options": {"rewards": {"a": "exact"}}})
     assert asked[-1].env.options == {"held_out": "b.jsonl", "reward": len, "rewards": {"a": "exact"}}
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
 
 
 def test_a_closure_rewards_rows_by_their_columns_and_the_handle_shows_the_run(tmp_path: Path):
@@ -308,6 +311,63 @@ def test_a_run_is_stopped_and_resumed_with_its_function_given_again(tmp_path: Pa
     again = train(resume=run.path, steps=done + 1, reward=reward)
     assert again.path == run.path
     assert again.wait().steps == done + 1
+
+
+@pytest.mark.slow
+def test_a_run_of_a_model_of_the_program_is_resumed_with_it_given_again(tmp_path: Path):
+    def mine(folder: Path, *, seed: int, demonstrations: Any) -> None:
+        make_scratch(folder, seed=seed, demonstrations=demonstrations, tokenizer_conversations=8, **MODEL)
+
+    given: dict[str, Any] = {"model": {"source": mine}, "reward": lambda completion: float(len(completion))}
+    run = train(**settings(tmp_path, steps=1, **given))
+    run.wait()
+    with pytest.raises(ConfigError, match=r"\[model\] must be unchanged"):
+        train(resume=run.path, steps=2, model={"source": "gguf"})
+    assert train(resume=run.path, steps=2, **given).wait().steps == 2
+
+
+class Scripted:
+    """A program that does one thing each time that it is waited for."""
+
+    def __init__(self, *things: Callable[[], object]) -> None:
+        self.things = [*things]
+
+    @property
+    def ended(self) -> bool:
+        return not self.things
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self.things:
+            self.things.pop(0)()
+            raise TimeoutError
+
+
+def test_steps_that_a_resume_trains_again_come_as_they_are_now(tmp_path: Path):
+    config, _ = python_config(model="m", env="calculator", settings={"steps": 6})
+
+    def trained(directory: RunDirectory, *steps: int, reward: float) -> None:
+        for step in steps:
+            directory.log_metrics({"reward_mean": reward}, step=step, version=step)
+
+    with RunDirectory.create(tmp_path, "first") as directory:
+        directory.write_config(config.to_toml())
+        trained(directory, *range(1, 6), reward=0.0)
+    path = directory.path
+    assert [step["step"] for step in itertools.islice(attach(path), 5)] == [1, 2, 3, 4, 5]
+
+    resumed = RunDirectory.open(path)
+    resumed.stale_after = 3  # the step of its checkpoint
+    seen = iter(attach(path))
+    assert [next(seen)["step"] for _ in range(5)] == [1, 2, 3, 4, 5]  # elsewhere nothing is known of the checkpoint
+    program = Scripted(
+        lambda: None,
+        lambda: resumed.rewind(3),
+        lambda: (trained(resumed, 4, 5, 6, reward=1.0), resumed.close()),
+    )
+    run: Run[Any] = Run(path, config=config, program=program, directory=resumed)  # type: ignore[arg-type]
+    found = [(step["step"], step["reward_mean"]) for step in run]
+    assert found == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 1.0), (5, 1.0), (6, 1.0)]
+    assert [next(seen)["step"] for _ in range(3)] == [4, 5, 6]
 
 
 @pytest.mark.parametrize("killed", [False, True])

@@ -139,16 +139,24 @@ def _add_answer_options(parser: argparse.ArgumentParser, *, tasks: str) -> None:
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
     _add_answer_options(parser, tasks="held-out tasks (eval.tasks, or all rows of --data)")
-    parser.add_argument("--answers", type=Path, metavar="FILE", help="score the answers in a file, without a model")
+    help_text = "score the answers in a file, without a model; of the configuration only eval.success_reward counts"
+    parser.add_argument("--answers", type=Path, metavar="FILE", help=help_text)
     add_json_option(parser)
+
+
+_NO_RUN = ("--name=answers", "--steps=0", "--model.source=scratch", "--env.name=dataset")
+"""Settings that make eval's own a whole configuration, where answers are scored without a file."""
 
 
 def eval_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     if namespace.answers is not None:
+        from asyncrl.config import load_config
         from asyncrl.tasks.generate import read_answers
         from asyncrl.trainer.evaluation import summarise_answers
 
-        _show_scores(summarise_answers(read_answers(namespace.answers)), as_json=namespace.json)
+        config = load_config(namespace.file, settings if namespace.file is not None else [*_NO_RUN, *settings])
+        answers = read_answers(namespace.answers)
+        _show_scores(summarise_answers(answers, success_reward=config.eval.success_reward), as_json=namespace.json)
         return 0
     config = _configuration(namespace.file, settings)
     _check_data(namespace.data)

@@ -227,7 +227,10 @@ def _number(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return _short(value_to_toml(value))
+    try:
+        return _short(value_to_toml(value))
+    except TypeError:  # an object of a program
+        return _short(repr(value))
 
 
 def _short(text: str) -> str:

@@ -11,10 +11,20 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WrapValidator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from asyncrl.config.toml import table_to_toml
 from asyncrl.plugins import Part as _Part
 from asyncrl.plugins import part_text
 
@@ -79,6 +89,17 @@ def _files(value: Any) -> Any:
     return (str(value),) if isinstance(value, str | Path) else list_to_tuple(value)
 
 
+def _plain(table: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a value that the file of a run cannot have."""
+    for key, value in table.items():
+        try:
+            table_to_toml({key: value})
+        except TypeError as error:
+            message = "cannot hold this value of {key}: {why}; leave it out, or give plain data"
+            raise PydanticCustomError("table", message, {"key": key, "why": str(error)}) from error
+    return table
+
+
 def _named(value: Any) -> Any:
     """Return a table with the dotted paths of the objects in it."""
     if isinstance(value, dict):
@@ -93,7 +114,7 @@ Files: TypeAlias = Annotated[
     tuple[Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")], ...], Field(min_length=1), BeforeValidator(_files)
 ]
 Texts: TypeAlias = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(list_to_tuple)]
-Table: TypeAlias = Annotated[dict[str, Any], PlainSerializer(_named)]
+Table: TypeAlias = Annotated[dict[str, Any], AfterValidator(_plain), PlainSerializer(_named)]
 PART_PATTERN = r"^[A-Za-z_][\w.\-]*(:[A-Za-z_<][\w.<>]*)?$"
 if TYPE_CHECKING:
     Part: TypeAlias = _Part

@@ -36,7 +36,9 @@ def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[st
 
 
 def key_to_toml(key: str) -> str:
-    """Return the key, quoted if it is not a bare key."""
+    """Return the key, quoted if it is not a bare key; raise TypeError if it is no text."""
+    if not isinstance(key, str):
+        raise TypeError(f"TOML has no key of type {type(key).__name__}")
     return key if _BARE_KEY.fullmatch(key) else value_to_toml(key)
 
 
@@ -50,7 +52,7 @@ def value_to_toml(value: Any) -> str:
     if isinstance(value, float):
         if not math.isfinite(value):
             return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-        text = repr(value)
+        text = repr(float(value))  # also of numpy
         return text if any(sign in text for sign in ".e") else text + ".0"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")  # a JSON string, but for DEL
@@ -61,7 +63,7 @@ def value_to_toml(value: Any) -> str:
     if callable(value):
         return value_to_toml(part_text(value))
     if isinstance(value, Mapping):
-        pairs = (f"{key_to_toml(str(key))} = {value_to_toml(item)}" for key, item in value.items())
+        pairs = (f"{key_to_toml(key)} = {value_to_toml(item)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, Sequence):
         return "[" + ", ".join(value_to_toml(item) for item in value) + "]"

@@ -2,20 +2,23 @@
 
 While a file is unfinished, answers are JSON lines (for parquet, in ``NAME.unfinished.jsonl`` beside it), and
 ``NAME.settings.json`` has the settings they were made with. Another call with the same settings keeps them and answers
-the rest. At the end they are sorted, and the settings are removed: a finished file is never changed again.
+the rest. At the end they are sorted, and the settings are removed: a finished file is never changed again. The process
+that writes a file holds a lock on its settings.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
-from collections import Counter
+import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 from asyncrl.datasets.source import open_sources
-from asyncrl.errors import ConfigError, EnvironmentFailure, RolloutsLostError, UserCodeError
+from asyncrl.errors import ConfigError, EnvironmentFailure, InvalidDataError, RolloutsLostError, UserCodeError
 from asyncrl.interfaces import EnvironmentFactory
 from asyncrl.plugins import install_command
 from asyncrl.rollout.chat import ChatRenderer
@@ -24,6 +27,7 @@ from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory, derive_seed, pr
 from asyncrl.telemetry.run_directory import JsonLines, read_json_lines, rewrite_json_lines, to_json
 from asyncrl.trainer.group import Score, fetch_numbers
 
+_log = logging.getLogger(__name__)
 _SUFFIXES = (".jsonl", ".parquet")
 _AS_TEXT = ("task", "reward_parts")
 """Columns that parquet keeps as JSON text: their members differ from row to row."""
@@ -35,7 +39,8 @@ class AnswersFile:
     ``settings`` are plain data that the answers depend on, ``done`` the numbers of the tasks that are answered.
 
     Raises:
-        ConfigError: the path cannot be used, is a finished file, or an unfinished one with other settings.
+        ConfigError: the path cannot be used, is a finished file, an unfinished one with other settings, or one that
+            another process writes.
     """
 
     def __init__(self, path: Path, *, settings: Mapping[str, Any], samples: int) -> None:
@@ -50,19 +55,25 @@ class AnswersFile:
             _parquet()  # before minutes of work
         self._journal = path if path.suffix == ".jsonl" else path.with_name(f"{path.name}.unfinished.jsonl")
         self._settings = path.with_name(f"{path.name}.settings.json")
-        plain = json.loads(json.dumps(to_json(settings)))
-        counts: Counter[int] = Counter()
-        if self._settings.is_file():
-            counts.update(record["task_number"] for record in read_json_lines(self._journal))
-        elif path.exists():
-            rule = f"--out = {str(path)!r} exists"
-            raise ConfigError(rule, path="--out", remedy="give another, or remove it")
-        if counts:
-            _compare(json.loads(self._settings.read_text(encoding="utf-8")), plain, path=path)
-        self._settings.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-        self.done = {number for number, found in counts.items() if found == samples}
-        rewrite_json_lines(self._journal, lambda record: record["task_number"] in self.done)
-        self._lines = JsonLines(self._journal)
+        self._samples = samples
+        with contextlib.ExitStack() as stack:
+            self._held = stack.enter_context(_held(self._settings, path=path))
+            plain, before = json.loads(json.dumps(to_json(settings))), self._held.read()
+            if not before and path.exists():
+                self._settings.unlink()
+                rule = f"--out = {str(path)!r} exists"
+                raise ConfigError(rule, path="--out", remedy="give another, or remove it")
+            found = read_json_lines(self._journal) if before else []
+            if found:
+                _compare(json.loads(before), plain, path=path)
+            else:
+                self._held.truncate(0)
+                self._held.write(json.dumps(plain, indent=2) + "\n")
+                self._held.flush()
+            self.done = _answered(found, samples)
+            rewrite_json_lines(self._journal, lambda record: record["task_number"] in self.done)
+            self._lines = JsonLines(self._journal)
+            stack.pop_all()
 
     def append(self, answers: Iterable[Mapping[str, Any]]) -> None:
         """Append the answers to one task. Does not wait for the disk."""
@@ -70,9 +81,19 @@ class AnswersFile:
             self._lines.append(answer)
 
     def finish(self, tasks: int) -> list[dict[str, Any]]:
-        """Sort the answers to the first ``tasks``, write the final file and return them. Blocks."""
+        """Sort the answers to the first ``tasks``, write the final file and return them. Blocks.
+
+        Raises:
+            InvalidDataError: lines of the file are damaged, missing or there twice; it stays unfinished.
+        """
         self._lines.close()
         wanted = [each for each in read_json_lines(self._journal) if each["task_number"] < tasks]
+        if wrong := sorted({*range(tasks)} - _answered(wanted, self._samples)):
+            raise InvalidDataError(
+                f"{self._journal}: {len(wrong)} of {tasks} tasks, first task {wrong[0]}, have more or less than "
+                f"{self._samples} whole answers: lines are damaged, or another program wrote some; the same command "
+                "answers these tasks again"
+            )
         answers = sorted(wanted, key=lambda each: (each["task_number"], each["sample"]))
         draft = self.path.with_name(f".{self.path.name}.part")
         if self.path.suffix == ".parquet":
@@ -81,14 +102,17 @@ class AnswersFile:
             text = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
             draft.write_text(text, encoding="utf-8")
         draft.replace(self.path)
+        self._settings.unlink()  # first: without them it is finished, whatever is beside it
         if self._journal != self.path:
             self._journal.unlink()
-        self._settings.unlink()
         return answers
 
     def close(self) -> None:
         """Write what is left. Blocks. Idempotent."""
-        self._lines.close()
+        try:
+            self._lines.close()
+        finally:
+            self._held.close()
 
     def __enter__(self) -> Self:
         return self
@@ -119,6 +143,29 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
                     record[column] = json.loads(record[column])
             answers.append(record)
     return answers
+
+
+def _answered(records: Iterable[Mapping[str, Any]], samples: int) -> set[int]:
+    """Return the tasks of which each of ``samples`` is there once."""
+    found: dict[int, list[int]] = {}
+    for record in records:
+        found.setdefault(record["task_number"], []).append(record["sample"])
+    return {number for number, rows in found.items() if sorted(rows) == [*range(samples)]}
+
+
+def _held(settings: Path, *, path: Path) -> IO[str]:
+    """Open the settings of the file ``path``, which are empty if it is new, and lock them until they are closed."""
+    file = settings.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        rule = f"--out = {str(path)!r} is being written by another process"
+        raise ConfigError(rule, path="--out", remedy="wait for its end, or give another file") from None
+    except OSError as error:  # a file system without locks
+        _log.warning("%s cannot be locked (%s): see that no other process writes %s", settings, error.strerror, path)
+    file.seek(0)
+    return file
 
 
 def _compare(found: Any, wanted: Mapping[str, Any], *, path: Path) -> None:

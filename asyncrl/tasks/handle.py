@@ -25,7 +25,17 @@ from asyncrl.runtime import BackgroundProgram, in_thread
 from asyncrl.storage import path_or_url
 from asyncrl.tasks import run
 from asyncrl.tasks.checks import check_start
-from asyncrl.tasks.settings import Data, python_config, with_moved_rows, with_row_files, with_stored_rows, write_rows
+from asyncrl.tasks.settings import (
+    DATASET_NAMES,
+    Data,
+    config_tables,
+    for_rows,
+    python_config,
+    with_moved_rows,
+    with_row_files,
+    with_stored_rows,
+    write_rows,
+)
 from asyncrl.telemetry.notebook import marimo_output, run_html, show_while
 from asyncrl.telemetry.report import report_text
 from asyncrl.telemetry.run_directory import RunDirectory, is_locked, read_json_lines
@@ -135,8 +145,9 @@ def evaluate(
         2
 
     Blocks, also in a notebook. ``checkpoint`` is the folder of a run (whose configuration is used unless another is
-    given), of a checkpoint, or of a model. Other arguments are those of :func:`train`, and of
-    :func:`asyncrl.tasks.run.evaluate`, as is the result.
+    given), of a checkpoint, or of a model. With ``data`` an environment that takes no rows is replaced by ``dataset``;
+    ``reward`` judges all rows, also those for which the configuration has rules (``rewards``). Other arguments are
+    those of :func:`train`, and of :func:`asyncrl.tasks.run.evaluate`, as is the result.
     """
     made = _answering(config, model, data, reward, env, tools, checkpoint, settings)
     return run.evaluate(
@@ -176,8 +187,9 @@ def generate(
         config = _own_config(checkpoint)
     if prompt is not None and env is None and config is None:
         env = {"name": "asyncrl.envs.single_turn:SingleTurnFactory", "options": {"prompt": prompt}}
-    made = _answering(config, model, data, "none" if data is not None else None, env, tools, checkpoint, settings)
-    if prompt is not None and made.env.name in run.DATASET_NAMES:  # without its reward: the function may be gone
+    made = _answering(config, model, data, None, env, tools, checkpoint, settings)
+    # Without its reward: the function may be gone.
+    if (prompt is not None or data is not None) and made.env.name in DATASET_NAMES:
         options = {key: value for key, value in made.env.options.items() if key != "rewards"} | {"reward": "none"}
         made = made.model_copy(update={"env": made.env.model_copy(update={"options": options})})
     return run.generate(
@@ -230,8 +242,14 @@ def _answering(
         config = _own_config(checkpoint)
         if config is None and model is None:
             model = str(checkpoint)
+    tables = config_tables(config)
+    own = tables.get("env", {})
+    if data is not None and own and not _is_named(env):
+        own = tables["env"] = for_rows(own)
+    if reward is not None and own.get("name", DATASET_NAMES[0]) in DATASET_NAMES:
+        own.get("options", {}).pop("rewards", None)
     made, rows = python_config(
-        config,
+        tables,
         model=model,
         held_out=data,
         reward=reward,
@@ -240,9 +258,14 @@ def _answering(
         settings={**({"steps": 0} if config is None else {}), **settings},
     )
     if data is not None:  # what was trained on may be asked, too
-        options = {key: value for key, value in made.env.options.items() if key not in ("files", "held_out_share")}
+        trained_on = ("files", "sources", "held_out_share")
+        options = {key: value for key, value in made.env.options.items() if key not in trained_on}
         made = made.model_copy(update={"env": made.env.model_copy(update={"options": options})})
     return with_stored_rows(made, rows)
+
+
+def _is_named(env: Part | Mapping[str, Any] | None) -> bool:
+    return "name" in env if isinstance(env, Mapping) else env is not None
 
 
 def _own_config(checkpoint: Path | str) -> Path | None:
@@ -428,14 +451,16 @@ class Run(Generic[_Result]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the metrics of each training step (docs/reference/metrics.md): those done, then each as it is done.
 
-        Ends with the run, and raises what ended it as :meth:`wait` does.
+        Those that a resume elsewhere trains again come once more. Ends with the run, and raises what ended it as
+        :meth:`wait` does.
         """
-        number = 0
+        seen: list[dict[str, Any]] = []
         while True:
             ended = self.ended
             steps = self._steps()
-            yield from steps[number:]
-            number = max(number, len(steps))
+            if new := _unseen(steps, seen):
+                seen = steps
+                yield from new
             if ended:
                 self.wait()
                 return
@@ -446,14 +471,15 @@ class Run(Generic[_Result]):
                 time.sleep(_LOOK_S)
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
-        number = 0
+        seen: list[dict[str, Any]] = []
         while True:
             ended = self.ended
             reading = asyncio.to_thread(self._steps)
             steps = await (reading if self._program is None else self._program.cancelled_with_caller(reading))
-            for step in steps[number:]:
-                yield step
-            number = max(number, len(steps))
+            if new := _unseen(steps, seen):
+                seen = steps
+                for step in new:
+                    yield step
             if ended:
                 await self
                 return
@@ -525,7 +551,15 @@ class Run(Generic[_Result]):
         return report_text(summary.as_record()) if summary is not None else ""
 
     def _steps(self) -> list[dict[str, Any]]:
-        return [line for line in self._lines("metrics.jsonl") if "reward_mean" in line]
+        last = self._directory.stale_after if self._directory is not None else None  # before the lines are read
+        steps = [line for line in self._lines("metrics.jsonl") if "reward_mean" in line]
+        return steps if last is None else [line for line in steps if line["step"] <= last]
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         return read_json_lines(self.path / name)
+
+
+def _unseen(steps: Sequence[dict[str, Any]], seen: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return ``steps`` from the first on that differs from ``seen``; none of a beginning of what was seen."""
+    pairs = enumerate(zip(steps, seen, strict=False))
+    return steps[next((number for number, (now, before) in pairs if now != before), len(seen)) :]

@@ -386,7 +386,7 @@ def fork_config(config: Config, settings: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: an unknown key, a bad value, or a key that decided what was sampled.
     """
-    tables = config.model_dump(mode="json", exclude_none=True)
+    tables = config.model_dump(mode="json")  # with each None: a default may be in its place
     changed = _with_settings(tables, settings)
     for table, name in _PARTS:
         now = changed.get(table)

@@ -25,7 +25,7 @@ from asyncrl.runtime import Terminated, in_thread, run_with_signals
 from asyncrl.tasks import reward_model as reward_training
 from asyncrl.tasks.checks import check_reward_training, check_start
 from asyncrl.tasks.generate import AnswersFile, FailedTask, answer_tasks
-from asyncrl.tasks.settings import with_moved_rows
+from asyncrl.tasks.settings import DATASET_NAMES, with_moved_rows
 from asyncrl.telemetry.progress import make_progress
 from asyncrl.telemetry.run_directory import RunDirectory, open_log
 from asyncrl.telemetry.timeline import Timeline
@@ -80,7 +80,9 @@ def open_run(config: Config, *, resume: Path | None = None) -> tuple[RunDirector
         return RunDirectory.create(config.runs, config.name), None
     run = RunDirectory.open(resume)
     try:
-        return run, _checkpoint_to_resume(config, run)
+        checkpoint = _checkpoint_to_resume(config, run)
+        run.stale_after = read_driver_state(checkpoint).step
+        return run, checkpoint
     except BaseException:
         run.close()
         raise
@@ -97,7 +99,8 @@ def _checkpoint_to_resume(config: Config, run: RunDirectory) -> Path:
             path="steps",
             remedy=f"at least {done}",
         )
-    if load_config(run.config_path).model != config.model:
+    before, wanted = (each.model.model_dump(mode="json") for each in (load_config(run.config_path), config))
+    if before != wanted:  # a function without a module is its path in the file
         raise ConfigError(
             f"{run.path} continues with its own weights; [model] must be unchanged",
             path="model",
@@ -236,13 +239,10 @@ def with_data(config: Config, data: Sequence[str], *, reward: str | None = None)
     options: dict[str, Any] = {"reward": reward} if reward is not None else {}
     if config.env.name in DATASET_NAMES:
         options = {key: value for key, value in config.env.options.items() if key not in DATASET_FILES}
-    env = config.env.model_copy(
-        update={"name": DATASET_NAMES[1], "options": {**options, "held_out": list(data)}, "max_turns": 1}
-    )
+    env = config.env.model_copy(update={"name": DATASET_NAMES[1], "options": {**options, "held_out": list(data)}})
     return config.model_copy(update={"env": env})
 
 
-DATASET_NAMES = ("dataset", "asyncrl.envs.dataset:DatasetFactory")
 DATASET_FILES = ("files", "sources", "held_out", "held_out_share", "order", "demonstrations")
 
 
@@ -278,6 +278,7 @@ def _answer(
     names = ["max_new_tokens", "max_seq_len", "stop"]
     if sampling.get("temperature"):
         names += ["top_p", "top_k"]
+    weights = _weights_of(checkpoint) if checkpoint is not None else None
     settings = {
         "model": config.model.model_dump(mode="json"),
         "env": config.env.model_dump(mode="json"),
@@ -285,7 +286,7 @@ def _answer(
         "sampling": dict(sampling),
         "samples": samples,
         "seed": config.seed,
-        "checkpoint": str(checkpoint) if checkpoint is not None else None,
+        "checkpoint": weights,  # of a run that trains on, the newest one changes
     }
     if rewarded:
         settings["reward"] = {"source": config.reward.source, "options": dict(config.reward.options)}
@@ -294,7 +295,7 @@ def _answer(
     answers: list[dict[str, Any]] = []
 
     async def main() -> tuple[int, int]:
-        async with _serving(config, checkpoint, made_with=made_with, rewarded=rewarded) as serving:
+        async with _serving(config, weights, made_with=made_with, rewarded=rewarded) as serving:
             assembly, renderer, score = serving
             environments = assembly.environments
             rows = environments.held_out_rows if isinstance(environments, FiniteHeldOutTasks) else None
@@ -348,22 +349,22 @@ def _answer(
 
 @asynccontextmanager
 async def _serving(
-    config: Config, checkpoint: Path | str | None, *, made_with: Config, rewarded: bool
+    config: Config, weights: tuple[str, int] | None, *, made_with: Config, rewarded: bool
 ) -> AsyncIterator[tuple[Assembly, ChatRenderer, Score | None]]:
-    """Serve the configured model, or a checkpoint's; yield the workers, the renderer and the reward model, if any.
+    """Serve the configured model, or ``weights``; yield the workers, the renderer and the reward model, if any.
 
-    A model that is made on the spot is made from the tasks of ``made_with``, whatever it answers.
+    ``weights`` are a model folder and its version. A model that is made on the spot is made from the tasks of
+    ``made_with``, whatever it answers.
     """
-    await in_thread(check_start, made_with, loads_model=checkpoint is None, uses_tasks=False)
+    await in_thread(check_start, made_with, loads_model=weights is None, uses_tasks=False)
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDirectory.create(config.runs, f"{config.name}-eval"))
         assembly = Assembly(config, log_folder=run.logs)
         stack.push_async_callback(assembly.aclose)
         await asyncio.to_thread(import_model_library, config)
-        if checkpoint is None:
-            model, version = await in_thread(model_folder, config, run, make_environments(made_with)), 0
-        else:
-            model, version = await asyncio.to_thread(_weights_of, checkpoint)
+        if weights is None:
+            weights = await in_thread(model_folder, config, run, make_environments(made_with)), 0
+        model, version = weights
         renderer = await asyncio.to_thread(load_renderer, model, **chat_options(config))
         if note := await in_thread(filter_overlong_prompts, config, assembly.environments, model):
             logging.getLogger("asyncrl").warning(note)

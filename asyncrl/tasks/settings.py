@@ -23,14 +23,14 @@ from typing import Any, TypeAlias
 from asyncrl.config import Config
 from asyncrl.config.file import read_toml, set_key, tables_of
 from asyncrl.errors import ConfigError
-from asyncrl.plugins import Part, part_names
+from asyncrl.plugins import Part, offered_options, part_names
 from asyncrl.telemetry.run_directory import to_json
 
 Data: TypeAlias = Any
 """Paths (also patterns, folders, ``hub:...``), or rows: dictionaries, a pandas or polars DataFrame, an Arrow table, a
 ``datasets.Dataset``. Any: objects of libraries that may not be installed."""
 
-_DATASET = "dataset"
+DATASET_NAMES = ("dataset", "asyncrl.envs.dataset:DatasetFactory")
 _FILES = {"files": "train.jsonl", "held_out": "held_out.jsonl", "demonstrations": "demonstrations.jsonl"}
 """Options of the environment ``dataset`` that may be rows, and the files they are written to."""
 
@@ -77,7 +77,7 @@ def python_config(
     Raises:
         ConfigError: as for a file; every problem is reported.
     """
-    tables = read_toml(Path(config)) if isinstance(config, Path | str) else tables_of(config or {})
+    tables = config_tables(config)
     tables.setdefault("name", "run")
     if model is not None:
         set_key(tables, "model", _model(model))
@@ -89,7 +89,7 @@ def python_config(
             raise ConfigError(f"{text}; {_ARGUMENTS[key]}", path=key, remedy=_ARGUMENTS[key])
         set_key(tables, key, value)
     if any(given is not None for given in (data, held_out, demonstrations)):
-        tables.setdefault("env", {}).setdefault("name", _DATASET)
+        tables.setdefault("env", {}).setdefault("name", DATASET_NAMES[0])
     rows: dict[str, Data] = {}
     options = _options(tables, "env")
     for option, given in (("files", data), ("held_out", held_out), ("demonstrations", demonstrations)):
@@ -102,7 +102,7 @@ def python_config(
     if tools:
         options["tools"] = list(tools)
     if reward is not None:
-        if tables.get("env", {}).get("name") == _DATASET:
+        if tables.get("env", {}).get("name") in DATASET_NAMES:
             options["reward"] = list(reward) if isinstance(reward, tuple) else reward
         else:
             set_key(tables, "reward", _reward_model(reward))
@@ -112,6 +112,24 @@ def python_config(
         elif option in options:
             options[option] = _paths(options[option])
     return Config.from_mapping(tables), rows
+
+
+def config_tables(config: Config | Mapping[str, Any] | Path | str | None) -> dict[str, Any]:
+    """Return the tables of a file, or of what was set in a configuration; they may be changed."""
+    return read_toml(Path(config)) if isinstance(config, Path | str) else tables_of(config or {})
+
+
+def for_rows(env: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table ``env`` for rows as tasks: itself, or with the environment ``dataset`` if its own takes none.
+
+    Raises:
+        ConfigError: its environment cannot be loaded.
+    """
+    name = env.get("name", DATASET_NAMES[0])
+    tasks = env.get("options", {}).get("tasks", DATASET_NAMES[0]) if name == "command" else name
+    if offered_options("asyncrl.environments", tasks, {"held_out": None}, path="env.name"):
+        return dict(env)
+    return {**env, "name": DATASET_NAMES[0], "options": {}}
 
 
 def with_stored_rows(config: Config, rows: Mapping[str, Data]) -> Config:

@@ -277,6 +277,9 @@ class RunDirectory:
     """The files of a run. :meth:`create` makes a new folder, :meth:`open` resumes one (and sets ``resumed``).
 
     Appending never blocks; :meth:`close`, :meth:`rewind` and the whole-file writers do.
+
+    ``stale_after`` is the step behind which a resumed run trains again what its files have, until :meth:`rewind` has
+    removed that; else None.
     """
 
     def __init__(self, path: Path, *, resumed: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -292,6 +295,7 @@ class RunDirectory:
         self.meters = path / "meters"
         self.checkpoints = path / "checkpoints"
         self.resumed = resumed
+        self.stale_after: int | None = None
         self._lock = _lock_folder(path)
         self.logs.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
@@ -421,6 +425,7 @@ class RunDirectory:
 
         gone = rewrite_json_lines(self.metrics_path, keep)
         rewrite_json_lines(self.trajectories_path, stays)
+        self.stale_after = None
         self._metrics = JsonLines(self.metrics_path)
         self._trajectories = JsonLines(self.trajectories_path)
         return gone

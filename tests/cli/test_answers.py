@@ -24,6 +24,25 @@ def test_answers_in_a_file_are_scored(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "avg@2            0.7500  [0.5000, 1.0000]" in capsys.readouterr().out
 
 
+def test_answers_count_as_right_by_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    answers, file = tmp_path / "answers.jsonl", tmp_path / "run.toml"
+    answers.write_text('{"task_number": 0, "reward": 0.7, "sampled_tokens": 4, "truncated": false}\n')
+    file.write_text(
+        'name = "a"\nsteps = 1\n[model]\nsource = "scratch"\n[env]\nname = "calculator"\n[eval]\nsuccess_reward = 0.5\n'
+    )
+
+    def share(*words: str) -> float:
+        assert main(["eval", *words, "--answers", str(answers), "--json"]) == 0
+        mean: float = json.loads(capsys.readouterr().out)["scores"]["avg@1"]["mean"]
+        return mean
+
+    assert share(str(file)) == share("--eval.success_reward", "0.6") == 1.0
+    assert share(str(file), "--eval.success_reward", "0.8") == share() == 0.0
+    assert main(["eval", "--answers", str(answers), "--eval.sucess_reward", "0.5"]) == 2
+    assert "did you mean eval.success_reward" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "absent.toml"), "--answers", str(answers)]) == 2
+
+
 @pytest.mark.parametrize(("words", "message"), [(["export", "RUN", "--out", "OUT"], "it has no checkpoints")])
 def test_an_export_of_nothing_is_refused(
     tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -98,6 +98,20 @@ def test_values_that_do_not_fit_together(tables, path, words):
     assert error.remedy
 
 
+@pytest.mark.parametrize(
+    "value", [None, {1: "a"}, [{"deep": None}], {1, 2}, object()], ids=["none", "key", "deep", "set", "object"]
+)
+def test_a_table_holds_what_a_file_can_have(value):
+    error = problem(env={"options": {"mine": value}})
+    assert error.path == "env.options"
+    assert "cannot hold this value of mine: TOML has no" in str(error)
+    assert "leave it out" in str(error)
+
+
+def test_a_wrong_object_is_shown_as_it_is():
+    assert "trainer.lr = None: must be a number" in str(problem(trainer={"lr": None}))
+
+
 def test_a_run_without_training_may_be_greedy():
     assert config(steps=0, rollout={"temperature": 0.0}, trainer={"group_size": 1}).steps == 0
 

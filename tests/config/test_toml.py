@@ -5,6 +5,7 @@ import math
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +43,7 @@ def test_the_layout():
     [
         (1e-06, "1e-06"),
         (1.0, "1.0"),
+        (np.float64(0.5), "0.5"),
         (float("-inf"), "-inf"),
         ('a"\n\x00', '"a\\"\\n\\u0000"'),
         (Path("runs"), '"runs"'),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import ConfigError, EnvironmentFailure, RolloutsLostError
+from asyncrl.errors import ConfigError, EnvironmentFailure, InvalidDataError, RolloutsLostError
 from asyncrl.rollout.trajectory import write_records
 from asyncrl.tasks.generate import AnswersFile, FailedTask, answer_tasks, read_answers
 
@@ -69,6 +69,46 @@ def test_a_finished_file_is_never_touched(tmp_path: Path):
     with pytest.raises(ConfigError, match="exists"):
         AnswersFile(path, settings=SETTINGS, samples=1)
     assert path.read_text() == "{}\n"
+
+
+def test_a_file_that_another_process_writes_is_refused(tmp_path: Path):
+    path = tmp_path / "answers.jsonl"
+    with AnswersFile(path, settings=SETTINGS, samples=2) as file:
+        file.append(answers(0))
+        with pytest.raises(ConfigError, match="is being written by another process"):
+            AnswersFile(path, settings=SETTINGS, samples=2)
+    with AnswersFile(path, settings=SETTINGS, samples=2) as file:
+        assert file.done == {0}
+
+
+@pytest.mark.parametrize("wrong", ["{damaged\n", json.dumps(answers(1)[0]) + "\n"], ids=["damaged", "twice"])
+def test_a_file_with_lines_damaged_or_there_twice_is_not_finished(tmp_path: Path, wrong: str):
+    path = tmp_path / "answers.jsonl"
+    with AnswersFile(path, settings=SETTINGS, samples=2) as file:
+        file.append([*answers(0), answers(1)[0]])
+        file._lines.close()
+        with path.open("a") as other:
+            other.write(wrong)
+        with pytest.raises(InvalidDataError, match="1 of 2 tasks, first task 1, have more or less than 2"):
+            file.finish(2)
+    with AnswersFile(path, settings=SETTINGS, samples=2) as file:
+        assert file.done == {0}
+        file.append(answers(1))
+        assert len(file.finish(2)) == 4
+
+
+def test_a_crash_at_the_end_leaves_a_finished_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "answers.parquet"
+    with AnswersFile(path, settings=SETTINGS, samples=2) as file:
+        file.append(answers(0))
+        with monkeypatch.context() as patch:
+            unlink, removed = Path.unlink, list[Path]()
+            patch.setattr(Path, "unlink", lambda each: (removed or unlink(each), removed.append(each)))
+            file.finish(1)
+    with pytest.raises(ConfigError, match="exists"):
+        AnswersFile(path, settings={**SETTINGS, "seed": 1}, samples=2)
+    assert len(read_answers(path)) == 2
 
 
 @pytest.mark.parametrize(

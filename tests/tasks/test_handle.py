@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import signal
@@ -16,15 +17,17 @@ from typing import Any
 import pytest
 
 from asyncrl import attach, evaluate, generate, sft, train
-from asyncrl.config import load_config
+from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, InfrastructureError, RewardError, RunStoppedError
 from asyncrl.single_controller.local import LocalWorkerGroup
+from asyncrl.tasks.handle import Run
 from asyncrl.tasks.settings import python_config, with_row_files, write_rows
-from asyncrl.telemetry.run_directory import read_json_lines
+from asyncrl.telemetry.run_directory import RunDirectory, read_json_lines
 from asyncrl.trainer.assembly import make_environments
 from asyncrl.trainer.checkpoint import Checkpoints
 from asyncrl.trainer.report import read_status
 from asyncrl.trainer.run import TrainingRun
+from engines.training.scratch import make as make_scratch
 
 ROWS = [{"prompt": f"say {number}", "wanted": number % 10} for number in range(8)]
 SAID = [[{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": str(n)}] for n in range(8)]
@@ -170,6 +173,46 @@ def test_what_is_not_rows_is_refused(tmp_path: Path):
             write_rows(with_row_files(config, rows, tmp_path), rows)
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations that `evaluate` and `generate` answer with."""
+    found: list[Config] = []
+    for name in ("evaluate", "generate"):
+        monkeypatch.setattr(f"asyncrl.tasks.run.{name}", lambda config, **arguments: found.append(config))
+    return found
+
+
+def test_rows_are_answered_whatever_the_run_was_trained_on(tmp_path: Path, asked: list[Config]):
+    base = {"name": "first", "steps": 1, "runs": str(tmp_path), "model": {"path": "m"}}
+    calculator = {**base, "env": {"name": "calculator", "max_turns": 3, "options": {"digits": 2}}}
+    evaluate(calculator, data=ROWS, reward=len)
+    generate(calculator, data=ROWS)
+    for made, reward in zip(asked, (len, "none"), strict=True):
+        assert (made.env.name, made.env.max_turns, made.reward.source) == ("dataset", 3, "environment")
+        assert made.env.options.keys() == {"held_out", "reward"}
+        assert made.env.options["reward"] == reward
+    dotted = {"name": "asyncrl.envs.dataset:DatasetFactory", "options": {"sources": [{"files": "a.jsonl"}]}}
+    evaluate({**base, "env": dotted}, data="b.jsonl", reward="exact")
+    assert asked[-1].env.options == {"held_out": "b.jsonl", "reward": "exact"}
+    agent = {"name": "command", "options": {"command": ["agent"]}}
+    for env in (agent, {"name": "sandbox", "options": {"check": "true"}}):  # these take rows themselves
+        evaluate({**base, "env": env}, data="b.jsonl")
+        assert (asked[-1].env.name, asked[-1].env.options) == (env["name"], {**env["options"], "held_out": "b.jsonl"})
+
+
+def test_a_reward_that_is_given_judges_all_rows(tmp_path: Path, asked: list[Config]):
+    options = {"files": "a.jsonl", "rewards": {"openai/gsm8k": "gsm8k"}}
+    config = {"name": "first", "steps": 1, "model": {"path": "m"}, "env": {"name": "dataset", "options": options}}
+    evaluate(config, data="b.jsonl", reward=len)
+    assert asked[-1].env.options == {"held_out": "b.jsonl", "reward": len}
+    generate(config, data="b.jsonl")
+    assert asked[-1].env.options == {"held_out": "b.jsonl", "reward": "none"}
+    evaluate(config, data="b.jsonl")
+    assert asked[-1].env.options == {"held_out": "b.jsonl", "rewards": {"openai/gsm8k": "gsm8k"}}
+    evaluate(config, data="b.jsonl", reward=len, env={"options": {"rewards": {"a": "exact"}}})
+    assert asked[-1].env.options == {"held_out": "b.jsonl", "reward": len, "rewards": {"a": "exact"}}
+
+
 # ----------------------------------------------------------------------------------------------------------------- runs
 
 
@@ -268,6 +311,63 @@ def test_a_run_is_stopped_and_resumed_with_its_function_given_again(tmp_path: Pa
     again = train(resume=run.path, steps=done + 1, reward=reward)
     assert again.path == run.path
     assert again.wait().steps == done + 1
+
+
+@pytest.mark.slow
+def test_a_run_of_a_model_of_the_program_is_resumed_with_it_given_again(tmp_path: Path):
+    def mine(folder: Path, *, seed: int, demonstrations: Any) -> None:
+        make_scratch(folder, seed=seed, demonstrations=demonstrations, tokenizer_conversations=8, **MODEL)
+
+    given: dict[str, Any] = {"model": {"source": mine}, "reward": lambda completion: float(len(completion))}
+    run = train(**settings(tmp_path, steps=1, **given))
+    run.wait()
+    with pytest.raises(ConfigError, match=r"\[model\] must be unchanged"):
+        train(resume=run.path, steps=2, model={"source": "gguf"})
+    assert train(resume=run.path, steps=2, **given).wait().steps == 2
+
+
+class Scripted:
+    """A program that does one thing each time that it is waited for."""
+
+    def __init__(self, *things: Callable[[], object]) -> None:
+        self.things = [*things]
+
+    @property
+    def ended(self) -> bool:
+        return not self.things
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self.things:
+            self.things.pop(0)()
+            raise TimeoutError
+
+
+def test_steps_that_a_resume_trains_again_come_as_they_are_now(tmp_path: Path):
+    config, _ = python_config(model="m", env="calculator", settings={"steps": 6})
+
+    def trained(directory: RunDirectory, *steps: int, reward: float) -> None:
+        for step in steps:
+            directory.log_metrics({"reward_mean": reward}, step=step, version=step)
+
+    with RunDirectory.create(tmp_path, "first") as directory:
+        directory.write_config(config.to_toml())
+        trained(directory, *range(1, 6), reward=0.0)
+    path = directory.path
+    assert [step["step"] for step in itertools.islice(attach(path), 5)] == [1, 2, 3, 4, 5]
+
+    resumed = RunDirectory.open(path)
+    resumed.stale_after = 3  # the step of its checkpoint
+    seen = iter(attach(path))
+    assert [next(seen)["step"] for _ in range(5)] == [1, 2, 3, 4, 5]  # elsewhere nothing is known of the checkpoint
+    program = Scripted(
+        lambda: None,
+        lambda: resumed.rewind(3),
+        lambda: (trained(resumed, 4, 5, 6, reward=1.0), resumed.close()),
+    )
+    run: Run[Any] = Run(path, config=config, program=program, directory=resumed)  # type: ignore[arg-type]
+    found = [(step["step"], step["reward_mean"]) for step in run]
+    assert found == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 1.0), (5, 1.0), (6, 1.0)]
+    assert [next(seen)["step"] for _ in range(3)] == [4, 5, 6]
 
 
 @pytest.mark.parametrize("killed", [False, True])

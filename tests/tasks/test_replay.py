@@ -260,6 +260,12 @@ def test_a_part_that_is_replaced_in_a_fork_takes_its_options_with_it(small_confi
         fork_config(recorded, {"algorithm": "tis"})
 
 
+def test_a_key_that_is_set_to_none_stays_so_in_a_fork(small_config: MakeConfig):
+    recorded = small_config(simulation={"saturation": "none"}, critic={"cliprange_value": "none"})
+    assert fork_config(recorded, {}) == recorded
+    assert fork_config(recorded, {"trainer.lr": 0.5}).simulation.saturation is None
+
+
 @pytest.mark.parametrize(("policy", "law"), [("mask", "mask"), ("drop", "drop"), ("wait", "wait"), ("correct", "wait")])
 def test_a_fork_leaves_old_tokens_out_where_a_run_waits(small_config: MakeConfig, policy: str, law: str):
     config = small_config(max_staleness=0, staleness={"policy": policy})

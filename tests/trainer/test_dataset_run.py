@@ -13,7 +13,7 @@ from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, ConfigError, RewardError
 from asyncrl.tasks.export import export
 from asyncrl.tasks.generate import read_answers
-from asyncrl.tasks.run import evaluate, generate, train
+from asyncrl.tasks.run import evaluate, generate, train, with_data
 from asyncrl.telemetry import RunDirectory
 
 REWARD = """
@@ -119,8 +119,6 @@ def test_rows_are_answered_token_by_token_and_an_interrupted_file_is_gone_on_wit
 
 
 def _env(config: Config, data: list[str]) -> Any:
-    from asyncrl.tasks.run import with_data
-
     return with_data(config, data).env.model_dump(mode="json")
 
 
@@ -133,6 +131,14 @@ def _interrupted(config: Config, tmp_path: Path) -> Config:
         update={"options": {**config.env.options, "reward": f"{tmp_path / 'presses.py'}:compute_score"}}
     )
     return config.model_copy(update={"env": env})
+
+
+def test_rows_of_other_files_may_take_as_many_turns_with_tools(dataset_config: Callable[..., Config]):
+    config = dataset_config()
+    tools = ["my_tools.py:price"]
+    env = config.env.model_copy(update={"max_turns": 6, "options": {**config.env.options, "tools": tools}})
+    asked = with_data(config.model_copy(update={"env": env}), ["test.jsonl"]).env
+    assert (asked.max_turns, asked.options["tools"], asked.options["held_out"]) == (6, tools, ["test.jsonl"])
 
 
 @pytest.mark.slow

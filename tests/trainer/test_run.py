@@ -306,6 +306,23 @@ def test_sampled_answers_of_another_truncation_are_not_continued(
     assert sampled - greedy == {"top_p", "top_k"}
 
 
+def test_answers_of_a_run_that_trains_on_are_not_continued_with_its_next_checkpoint(
+    small_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    found: list[Any] = []
+
+    def opened(path: Path, *, settings: Any, samples: int) -> None:
+        found.append(settings["checkpoint"])
+        raise ConfigError("opened")
+
+    monkeypatch.setattr("asyncrl.tasks.run.AnswersFile", opened)
+    for step in (1, 2):
+        monkeypatch.setattr("asyncrl.tasks.run._weights_of", lambda checkpoint, step=step: (f"step-{step}/model", step))
+        with pytest.raises(ConfigError, match="opened"):
+            generate(small_config(), checkpoint=tmp_path, out=tmp_path / "answers.jsonl")
+    assert found == [("step-1/model", 1), ("step-2/model", 2)]
+
+
 def test_what_cannot_be_done_is_told_before_anything_starts(small_config: MakeConfig, tmp_path: Path):
     with pytest.raises(ConfigError, match="no task to score"):
         evaluate(small_config(eval={"tasks": 0}))

@@ -6,6 +6,7 @@ import heapq
 import json
 import mmap
 import os
+import sys
 import threading
 import time
 from array import array
@@ -423,4 +424,4 @@ def _begun_s(path: Path) -> float:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -17,8 +17,8 @@ from typing import Any, TypeGuard
 import msgspec
 import numpy as np
 
-from asyncrl.page.follow import LineFollower, read_form
 from asyncrl.page.timeline import BinnedTimeline, read_timeline, thinned
+from asyncrl.telemetry.follow import LineFollower, read_form
 from asyncrl.telemetry.run_directory import is_locked, sound_record
 
 MOST_RUNS = 1000

@@ -64,6 +64,11 @@ def test_an_asynchronous_run_is_replayed_bit_for_bit_and_forked(
         told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses = [line["train/loss"] for line in told if "train/loss" in line]
         assert [metrics["loss"] for metrics in again.metrics] == losses  # not only the weights
+        attached = asyncrl.attach(again.run)
+        assert [step["train/loss"] for step in attached] == losses
+        results: Any = attached.wait()
+        assert (results["weights"], results["compared"]) == (again.weights, 4)
+        assert "training steps" in attached.report()
 
         fork = recording.replay({"algorithm.loss": "gspo", "trainer.lr": 1e-3}, from_step=2)
         assert fork.forked == ("algorithm.loss", "trainer.lr")

@@ -213,11 +213,10 @@ def why_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     summary, locked = run / "summary.json", is_locked(run)
     try:
         status = read_status(run / "status.json")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{run} has no status.json: it is not the folder of a run, or the run has not started anything",
-            remedy="give the folder of a run that trains",
-        ) from None
+    except OSError as error:
+        what = f"{run} has no status.json: it is not the folder of a run, or the run has not started anything"
+        found = what if isinstance(error, FileNotFoundError) else f"{run / 'status.json'}: {error.strerror}"
+        raise ConfigError(found, remedy="give the folder of a run that trains") from None
     if namespace.json:
         show_json(status)
     elif summary.exists() and not locked:

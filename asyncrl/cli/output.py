@@ -20,7 +20,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.storage import without_secrets
@@ -39,9 +39,13 @@ def quiet_pipe() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes once more at exit; give it something to write to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)
         raise SystemExit(BROKEN_PIPE) from None
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what is written to a stream nowhere; the interpreter flushes once more at exit, and would fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def show(text: str) -> None:
@@ -50,9 +54,13 @@ def show(text: str) -> None:
 
 
 def show_status(line: str) -> None:
-    """Print a line of progress on standard error at once."""
-    with quiet_pipe():
+    """Print a line of progress on standard error at once; one that cannot be written ends no program."""
+    try:
         print(line, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _discard(sys.stderr)
+    except (OSError, ValueError):  # a full disk; ValueError: it is closed
+        pass
 
 
 def show_json(value: Any, *, indent: int | None = 2) -> None:

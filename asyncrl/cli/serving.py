@@ -11,8 +11,8 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from asyncrl.cli.output import INTERRUPTED, show, show_status
 from asyncrl.cli.pool import control_key
 from asyncrl.errors import ConfigError, InfrastructureError, ResourceError
 from asyncrl.plugins import part_path
-from asyncrl.runtime import shield_until_done
+from asyncrl.runtime import Terminated, shield_until_done
 
 if TYPE_CHECKING:
     from asyncrl.serve.control_client import ControlClient
@@ -41,10 +41,7 @@ def join_command(namespace: argparse.Namespace) -> int:
     if namespace.follow is not None:
         raise ConfigError("--join takes no --follow: replicas get the pool's weights", path="join")
     client = ControlClient(namespace.join, key=control_key(namespace.control_key_file))
-    try:
-        return asyncio.run(_join(client, replicas=namespace.replicas, cpus=namespace.join_cpus))
-    except asyncio.CancelledError:  # by a signal, before it had joined
-        raise KeyboardInterrupt from None
+    return asyncio.run(_join(client, replicas=namespace.replicas, cpus=namespace.join_cpus))
 
 
 async def _join(client: ControlClient, *, replicas: int, cpus: float) -> int:
@@ -63,9 +60,7 @@ async def _join(client: ControlClient, *, replicas: int, cpus: float) -> int:
             stop_forced.set_result(None)
 
     async with client, AsyncExitStack() as stack:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal)
-            stack.callback(loop.remove_signal_handler, number)
+        stack.enter_context(_signals(on_signal))
         report = await client.ask("GET", "/pool")
         if not report["ray_address"]:
             raise ConfigError(
@@ -269,7 +264,6 @@ async def _serve(model: str, options: ServingOptions) -> int:
     from asyncrl.runtime import freeze_gc
     from asyncrl.serve.serving import serve
 
-    loop = asyncio.get_running_loop()
     this = asyncio.current_task()
     assert this is not None
     stop_requested, stop_forced = asyncio.Event(), asyncio.Event()
@@ -283,15 +277,9 @@ async def _serve(model: str, options: ServingOptions) -> int:
         else:
             stop_requested.set()
 
-    signals = (signal.SIGINT, signal.SIGTERM)
     async with AsyncExitStack() as stack:
-        for number in signals:
-            loop.add_signal_handler(number, on_signal)
-            stack.callback(loop.remove_signal_handler, number)
-        try:
-            served = await stack.enter_async_context(serve(model, options, tell=show_status))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        stack.enter_context(_signals(on_signal))
+        served = await stack.enter_async_context(serve(model, options, tell=show_status))
         started = True
         freeze_gc()
         show(_banner(model, served, options))
@@ -307,6 +295,33 @@ async def _serve(model: str, options: ServingOptions) -> int:
         for task in (draining, forcing):
             task.cancel()
     return 0 if done else INTERRUPTED
+
+
+@contextmanager
+def _signals(act: Callable[[], None]) -> Iterator[None]:
+    """Call ``act`` at SIGINT and SIGTERM; a cancellation by it ends the block as the first of them ends a program.
+
+    Raises:
+        KeyboardInterrupt, Terminated: in the place of CancelledError, after a signal.
+    """
+    loop = asyncio.get_running_loop()
+    numbers: list[int] = []
+
+    def receive(number: int) -> None:
+        numbers.append(number)
+        act()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, receive, number)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not numbers:
+            raise
+        raise (Terminated() if numbers[0] == signal.SIGTERM else KeyboardInterrupt()) from None
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
 
 
 def _banner(model: str, served: ServedModel, options: ServingOptions) -> str:

@@ -19,7 +19,7 @@ import decimal
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +91,8 @@ def read_prompt(record: Mapping[str, Any], columns: Mapping[str, str] | None = N
     given = columns or {}
     names = {"ground_truth": "reward_model.ground_truth", **given}
     for media in _MEDIA:
-        if record.get(media) is not None and len(record[media]) > 0:
+        found = record.get(media)
+        if found is not None and not (isinstance(found, Sized) and len(found) == 0):
             raise InvalidDataError(f"has {media!r}, and only text is supported")
 
     def optional(column: str) -> Any:  # one that the configuration names must be there
@@ -315,7 +316,7 @@ def _table(value: Any, *, column: str) -> dict[str, Any]:
 def _from_json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidDataError(f"{what} is not JSON ({error})") from error
 
 

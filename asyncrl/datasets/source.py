@@ -90,7 +90,7 @@ class JsonLinesSource:
                 record = json.loads(self._map[self._starts[number] : self._ends[number]].decode("utf-8-sig"))
             except UnicodeDecodeError as error:
                 raise InvalidDataError(f"not UTF-8 text: {error}") from error
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # also an integer of too many digits
                 raise InvalidDataError(f"not JSON ({error})") from error
         if not isinstance(record, dict):
             raise InvalidDataError(f"a row must be an object with columns, not a {type(record).__name__}")
@@ -104,7 +104,7 @@ class JsonLinesSource:
         assert self._map is not None
         try:
             records = json.loads(self._map[:])
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidDataError(f"{self.name} begins like an array of rows but is not JSON: {error}") from error
         if not isinstance(records, list):
             raise InvalidDataError(f"{self.name} begins like an array of rows but is not one")

@@ -74,6 +74,8 @@ class Dataset(Generic[RowT]):
             return read(source[number])
         except InvalidDataError as error:
             raise type(error)(f"{source.where(number)}: {error}") from error.__cause__
+        except RecursionError as error:
+            raise InvalidDataError(f"{source.where(number)}: nested too deeply") from error
 
 
 class Order:

@@ -6,6 +6,7 @@ import heapq
 import json
 import mmap
 import os
+import sys
 import threading
 import time
 from array import array
@@ -16,8 +17,8 @@ from typing import Any, TypeGuard
 import msgspec
 import numpy as np
 
-from asyncrl.page.follow import LineFollower, read_form
 from asyncrl.page.timeline import BinnedTimeline, read_timeline, thinned
+from asyncrl.telemetry.follow import LineFollower, read_form
 from asyncrl.telemetry.run_directory import is_locked, sound_record
 
 MOST_RUNS = 1000
@@ -423,4 +424,4 @@ def _begun_s(path: Path) -> float:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -135,7 +135,7 @@ class PageServer:
             if _host_of(request) not in _LOOPBACK:  # a name of elsewhere that leads here: DNS rebinding
                 raise web.HTTPForbidden(text="this page answers on loopback names only")
             given = request.query.get("token") or request.cookies.get(self._cookie) or _bearer(request)
-            if not secrets.compare_digest(given.encode(), self.token.encode()):
+            if not secrets.compare_digest(given.encode(errors="replace"), self.token.encode()):
                 raise web.HTTPUnauthorized(text="open the address that asyncrl printed: it has the token")
             response = await handler(request)
         except web.HTTPException as error:
@@ -187,10 +187,10 @@ class PageServer:
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if self._streams >= _MOST_STREAMS:
             raise web.HTTPTooManyRequests(text=f"{_MOST_STREAMS} pages are open: close some")
-        run = await asyncio.to_thread(self._run, request)
-        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
         self._streams += 1
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
         try:
+            run = await asyncio.to_thread(self._run, request)
             await response.prepare(request)
             known: dict[str, int] = {}
             while not self._ending.is_set():

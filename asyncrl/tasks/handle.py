@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,9 +37,10 @@ from asyncrl.tasks.settings import (
     with_stored_rows,
     write_rows,
 )
-from asyncrl.telemetry.notebook import marimo_output, run_html, show_while
+from asyncrl.telemetry.follow import LineFollower
+from asyncrl.telemetry.notebook import SHOWN, marimo_output, run_html, show_while
 from asyncrl.telemetry.report import report_text
-from asyncrl.telemetry.run_directory import RunDirectory, is_locked, read_json_lines
+from asyncrl.telemetry.run_directory import RunDirectory, is_locked, read_json_lines, sound_record
 from asyncrl.trainer.control import give_order
 from asyncrl.trainer.journal import TokenBalance
 from asyncrl.trainer.report import RunSummary, StalenessSummary
@@ -279,6 +281,8 @@ def attach(path: Path | str) -> Run[RunSummary]:
         >>> attach(run).path == run
         True
 
+    :meth:`Run.wait` of a replay, or of a warm start alone, returns its ``summary.json`` as a dictionary.
+
     Raises:
         ConfigError: it is not the folder of a run.
     """
@@ -316,6 +320,9 @@ class Run(Generic[_Result]):
         self._program = program
         self._directory = directory
         self._stopped = False
+        self._shown: list[dict[str, Any]] = []
+        self._following = LineFollower(path / "metrics.jsonl", sound_record, again=self._shown.clear)
+        self._reading = threading.Lock()
 
     # ------------------------------------------------------------------------------------------------------- its end
 
@@ -336,13 +343,21 @@ class Run(Generic[_Result]):
 
     @property
     def summary(self) -> RunSummary | None:
-        """Its results; None if it has not ended, or was stopped."""
+        """Its results; None if it has not ended, was stopped, or is not one of :func:`train`."""
         try:
-            record = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            record = self._results()
             tokens, staleness = TokenBalance(**record.pop("tokens")), StalenessSummary(**record.pop("staleness"))
             return RunSummary(**record, tokens=tokens, staleness=staleness)
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
+        except (TypeError, KeyError):
             return None
+
+    def _results(self) -> dict[str, Any]:
+        """Return what is in ``summary.json``; empty without one."""
+        try:
+            found = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def wait(self, timeout_s: float | None = None) -> _Result:
         """Block until it has ended; return its summary, or what :meth:`Recording.train` made.
@@ -433,11 +448,10 @@ class Run(Generic[_Result]):
         give_order(self.path, "set", key=key, value=value)
 
     def _result(self) -> _Result:
-        summary = self.summary
-        if summary is None:
-            log = self.path / "logs" / "driver.log"
-            raise InfrastructureError(f"{self.path} ended without a summary; {log} has why")
-        return cast("_Result", summary)
+        found = self.summary or self._results()
+        if not found:
+            raise InfrastructureError(f"{self.path} ended without a summary; {self.path / 'logs'} has why")
+        return cast("_Result", found)
 
     def _stopped_error(self) -> RunStoppedError:
         return RunStoppedError(f"{self.path} was stopped after step {self.step} of {self.config.steps}")
@@ -454,37 +468,31 @@ class Run(Generic[_Result]):
         Those that a resume elsewhere trains again come once more. Ends with the run, and raises what ended it as
         :meth:`wait` does.
         """
-        seen: list[dict[str, Any]] = []
+        steps = _NewSteps(self.path, self._directory)
         while True:
             ended = self.ended
-            steps = self._steps()
-            if new := _unseen(steps, seen):
-                seen = steps
-                yield from new
+            yield from steps.new()
             if ended:
                 self.wait()
                 return
             if self._program is not None:
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(Exception):  # raised again when the last steps have been yielded
                     self.wait(_LOOK_S)
             else:
                 time.sleep(_LOOK_S)
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
-        seen: list[dict[str, Any]] = []
+        steps = _NewSteps(self.path, self._directory)
         while True:
             ended = self.ended
-            reading = asyncio.to_thread(self._steps)
-            steps = await (reading if self._program is None else self._program.cancelled_with_caller(reading))
-            if new := _unseen(steps, seen):
-                seen = steps
-                for step in new:
-                    yield step
+            reading = asyncio.to_thread(steps.new)
+            for step in await (reading if self._program is None else self._program.cancelled_with_caller(reading)):
+                yield step
             if ended:
                 await self
                 return
             if self._program is not None:
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(Exception):
                     await self._join(_LOOK_S)
             else:
                 await asyncio.sleep(_LOOK_S)
@@ -537,7 +545,7 @@ class Run(Generic[_Result]):
         return f"<Run {self.path}: {self.state}, step {self.step} of {self.config.steps}>"
 
     def _repr_html_(self) -> str:
-        return run_html(str(self.path), self.state, self.step, self.config.steps, self._lines("metrics.jsonl"))
+        return run_html(str(self.path), self.state, self.step, self.config.steps, self._known())
 
     def _ipython_display_(self) -> None:
         show_while(self._repr_html_, lambda: self.ended)
@@ -547,19 +555,41 @@ class Run(Generic[_Result]):
 
     def report(self) -> str:
         """Return the report of its end as text; empty before."""
-        summary = self.summary
-        return report_text(summary.as_record()) if summary is not None else ""
+        return report_text(self._results())
 
     def _steps(self) -> list[dict[str, Any]]:
-        last = self._directory.stale_after if self._directory is not None else None  # before the lines are read
-        steps = [line for line in self._lines("metrics.jsonl") if "reward_mean" in line]
-        return steps if last is None else [line for line in steps if line["step"] <= last]
+        return [line for line in self._known() if "reward_mean" in line]
+
+    def _known(self) -> list[dict[str, Any]]:
+        """Return what is shown of each line of metrics; each is read once."""
+        with self._reading:
+            for _offset, _size, line in self._following.new_records():
+                self._shown.append({name: line[name] for name in SHOWN if name in line})
+            return [*self._shown]
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         return read_json_lines(self.path / name)
 
 
-def _unseen(steps: Sequence[dict[str, Any]], seen: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return ``steps`` from the first on that differs from ``seen``; none of a beginning of what was seen."""
-    pairs = enumerate(zip(steps, seen, strict=False))
-    return steps[next((number for number, (now, before) in pairs if now != before), len(seen)) :]
+class _NewSteps:
+    """The lines of training steps in the metrics of a run, each read once."""
+
+    def __init__(self, run: Path, directory: RunDirectory | None) -> None:
+        self._lines = LineFollower(run / "metrics.jsonl", sound_record)
+        self._directory = directory
+        self._last_s = float("-inf")
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the steps that were done since the last call.
+
+        A resume writes the file anew and trains some steps again: one of this program's own is known before it does,
+        and time goes on over any, so that what is later is new.
+        """
+        last = self._directory.stale_after if self._directory is not None else None  # before the lines are read
+        steps = [line for *_where, line in self._lines.new_records() if "reward_mean" in line]
+        if last is not None:
+            steps = [line for line in steps if line["step"] <= last]
+        found = [line for line in steps if line["time_s"] > self._last_s]
+        if found:
+            self._last_s = found[-1]["time_s"]
+        return found

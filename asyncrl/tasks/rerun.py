@@ -26,6 +26,7 @@ import shutil
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -44,9 +45,9 @@ from asyncrl.rollout.chat import load_renderer
 from asyncrl.runtime import BackgroundProgram
 from asyncrl.staleness import POLICIES, StalenessPolicy, merge
 from asyncrl.tasks.settings import with_moved_rows
-from asyncrl.telemetry.progress import make_progress
+from asyncrl.telemetry.progress import Progress, make_progress
 from asyncrl.telemetry.run_directory import RunDirectory, open_log
-from asyncrl.telemetry.trackers import open_trackers
+from asyncrl.telemetry.trackers import check_tracker, open_trackers
 from asyncrl.trainer.assembly import (
     Assembly,
     import_model_library,
@@ -307,11 +308,18 @@ class Recording:
                 _check_advantage(forks[life])
             configs[step] = forks[life]
         trackers = configs[last].telemetry.trackers if "telemetry.trackers" in settings else ()
+        for tracker in trackers:
+            check_tracker(tracker)
         first = _nearby(configs[from_step + 1], progress=progress, trackers=trackers)
         run = RunDirectory.create(Path(runs or self.path.parent), f"{self.config.name}-replay")
-        run.write_config(configs[last].to_toml())
-        replaying = _Replay(self, run, first, configs, forked=tuple(sorted(forked)))
-        return Run(run.path, config=configs[last], program=BackgroundProgram(replaying.run(from_step, last)).start())
+        try:
+            run.write_config(configs[last].to_toml())
+            replaying = _Replay(self, run, first, configs, forked=tuple(sorted(forked)))
+            program = BackgroundProgram(replaying.run(from_step, last)).start()
+        except BaseException:
+            run.close()
+            raise
+        return Run(run.path, config=configs[last], program=program, directory=run)
 
     def close(self) -> None:
         """Close the ledger. Idempotent."""
@@ -523,71 +531,69 @@ class _Replay:
         algorithms = [each.algorithm for each in configs.values() if needs_reference(each)]  # one reference for all
         workers = config.model_copy(update={"algorithm": algorithms[0]}) if algorithms else config
         self._assembly = Assembly(workers, log_folder=run.logs)
-        self._progress = make_progress(config.telemetry.progress)
-        self._trackers = open_trackers(
-            config.telemetry.trackers, run.path, name=config.name, config=config.model_dump(mode="json")
-        )
-        self._recorder = Recorder(run, self._progress, self._trackers)
         self._reference: Score | None = None
         self._learner: Learner | None = None
 
     async def run(self, from_step: int, to_step: int) -> Replayed:
-        with open_log(self._run.logs / "replay.log"):
-            return await self._train(from_step, to_step)
+        telemetry, shown = self._config.telemetry, self._config.model_dump(mode="json")
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self._run)
+            stack.enter_context(open_log(self._run.logs / "replay.log"))
+            progress = make_progress(telemetry.progress)
+            stack.callback(progress.close)
+            trackers = stack.enter_context(
+                open_trackers(telemetry.trackers, self._run.path, name=self._config.name, config=shown)
+            )
+            stack.push_async_callback(self._assembly.aclose)
+            return await self._train(from_step, to_step, progress, Recorder(self._run, progress, trackers))
 
-    async def _train(self, from_step: int, to_step: int) -> Replayed:
+    async def _train(self, from_step: int, to_step: int, progress: Progress, recorder: Recorder) -> Replayed:
         started = time.monotonic()
         differs: list[int] = []
         compared = 0
         steps: list[StepRecord] = []
-        try:
-            await self._start(from_step)
+        await self._start(from_step)
+        weights = await self._weights()
+        progress.stage("replay", to_step - from_step)
+        for step in range(from_step + 1, to_step + 1):
+            if not differs:
+                await self._check_engine(step - 1, to_step)
+            await self._reconfigure(step)
+            steps.append(await self._step(step))
             weights = await self._weights()
-            self._progress.stage("replay", to_step - from_step)
-            for step in range(from_step + 1, to_step + 1):
-                if not differs:
-                    await self._check_engine(step - 1, to_step)
-                await self._reconfigure(step)
-                steps.append(await self._step(step))
-                weights = await self._weights()
-                expected = self._recording.weights.get(step)
-                if expected is not None:
-                    compared += 1
-                    if weights != expected:
-                        differs.append(step)
-                self._recorder.stepped(steps[-1])
-            total = merge(step.certificate for step in steps)
-            state = DriverState(
-                step=to_step,
-                next_group_id=total.groups,
-                outstanding=(),
-                generated=total.tokens + total.masked_tokens,
-                trained=total.tokens,
-                dropped={"masked": total.masked_tokens} if total.masked_tokens else {},
-                staleness=dict(total.histogram),
-                history=self._recorder.history,
-                consumed=total.groups,
-                kl_coef=self._advantages.kl_coef,
-                kl_start=self._advantages.kl_start,
-            )
-            await Checkpoints(self._run.checkpoints, keep=1).save(self._assembly.trainer, state, step=to_step)
-            done = Replayed(
-                run=self._run.path,
-                from_step=from_step,
-                to_step=to_step,
-                forked=self._forked,
-                compared=compared,
-                first_difference=min(differs, default=None),
-                weights=weights,
-                metrics=tuple(step.trainer_metrics for step in steps),
-            )
-            self._summarise(done, total.histogram, wall_s=time.monotonic() - started)
-            return done
-        finally:
-            await self._assembly.aclose()
-            self._trackers.close()
-            self._run.close()
-            self._progress.close()
+            expected = self._recording.weights.get(step)
+            if expected is not None:
+                compared += 1
+                if weights != expected:
+                    differs.append(step)
+            recorder.stepped(steps[-1])
+        total = merge(step.certificate for step in steps)
+        state = DriverState(
+            step=to_step,
+            next_group_id=total.groups,
+            outstanding=(),
+            generated=total.tokens + total.masked_tokens,
+            trained=total.tokens,
+            dropped={"masked": total.masked_tokens} if total.masked_tokens else {},
+            staleness=dict(total.histogram),
+            history=recorder.history,
+            consumed=total.groups,
+            kl_coef=self._advantages.kl_coef,
+            kl_start=self._advantages.kl_start,
+        )
+        await Checkpoints(self._run.checkpoints, keep=1).save(self._assembly.trainer, state, step=to_step)
+        done = Replayed(
+            run=self._run.path,
+            from_step=from_step,
+            to_step=to_step,
+            forked=self._forked,
+            compared=compared,
+            first_difference=min(differs, default=None),
+            weights=weights,
+            metrics=tuple(step.trainer_metrics for step in steps),
+        )
+        self._summarise(done, total.histogram, wall_s=time.monotonic() - started)
+        return done
 
     # ------------------------------------------------------------------------------------------------------- trainer
 

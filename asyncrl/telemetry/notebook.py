@@ -8,6 +8,8 @@ from html import escape
 from typing import Any
 
 _SHOWN = (("reward_mean", "reward"), ("staleness_max", "staleness"), ("tokens_per_s", "tokens/s"), ("train/lr", "lr"))
+SHOWN = ("step", "eval/success", *(name for name, _label in _SHOWN))
+"""Metrics that are shown."""
 _WIDTH, _HEIGHT = 320, 60
 _EVERY_S = 1.0
 

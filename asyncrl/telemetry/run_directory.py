@@ -54,7 +54,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
+        return {to_json(str(key)): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | AbstractSet):
         return [to_json(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
@@ -81,7 +81,7 @@ class JsonLines:
     """Appends one JSON object per line to ``path``, in the order of the calls, from any thread.
 
     :meth:`append` returns at once; a line is on its way to the disk microseconds later, and certainly after
-    :meth:`close`. An error of the disk is raised by the next call of any method.
+    :meth:`close`. What keeps a line from the disk is raised by the next call of any method.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,7 +89,7 @@ class JsonLines:
         cut_torn_tail(path)
         self._file = path.open("a", encoding="utf-8")
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._write, name=f"write {path.name}", daemon=True)
         self._thread.start()
@@ -119,7 +119,7 @@ class JsonLines:
                     self._file.write(line)
                     if self._queue.empty():
                         self._file.flush()
-        except OSError as error:  # a full disk: raised by the next call
+        except Exception as error:  # noqa: BLE001  a full disk, for one: raised by the next call
             self._error = error
 
 

@@ -1,5 +1,6 @@
 """The command line: what it starts, what it prints, which exit code it ends with."""
 
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from asyncrl import errors
 from asyncrl.cli import commands
 from asyncrl.cli.main import main
+from asyncrl.cli.output import show_status
 from asyncrl.runtime import Terminated
 from asyncrl.telemetry import RunDirectory
 from asyncrl.trainer.evaluation import Estimate
@@ -278,6 +280,7 @@ def train(config, *, resume=None):
 module.train = train
 sys.modules["asyncrl.tasks.run"] = module
 from asyncrl.cli.main import main
+from asyncrl.cli.output import show_status
 sys.exit(main())
 """
 
@@ -303,6 +306,32 @@ def test_a_closed_pipe_is_not_an_error(file):
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_status_that_nobody_reads_ends_no_program():
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = "from asyncrl.cli.output import show, show_status; show_status('a'); show_status('b'); show('done')"
+    try:
+        done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=writing, timeout=60)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stdout) == (0, b"done\n")
+
+
+def test_a_status_that_cannot_be_written_ends_no_program(monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    show_status("a")
+
+
+@pytest.mark.parametrize("where", ["config.toml", "."])
+def test_why_names_what_is_not_the_folder_of_a_run(where, file, capsys):
+    assert run("why", file.parent / where) == 2
+    error, remedy = capsys.readouterr().err.splitlines()
+    assert str(file.parent) in error
+    assert remedy == "  give the folder of a run that trains"
 
 
 def test_help_is_quick_and_loads_nothing_heavy():

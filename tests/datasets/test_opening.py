@@ -76,6 +76,19 @@ def test_an_invalid_row_is_named_with_file_and_line(lines, problems):
         open_prompts(file, seed=0).check()
 
 
+def test_a_row_that_python_cannot_follow_is_named_with_file_and_line(lines, problems, tmp_path: Path):
+    deep: list[Any] = []
+    for _level in range(600):
+        deep = [deep]
+    file = lines([*problems(1), {"prompt": "1+1", "extra_info": {"deep": deep}}])
+    with pytest.raises(InvalidDataError, match=rf"{file}:2: nested too deeply"):
+        open_prompts(file, seed=0).check()
+    for name, begin, end in (("long.jsonl", "", ""), ("long.json", "[", "]")):
+        (tmp_path / name).write_text(f'{begin}{{"prompt": {"9" * 5000}}}{end}\n')
+        with pytest.raises(InvalidDataError, match=rf"{name}.* not JSON.*4300 digits"):
+            open_prompts(tmp_path / name, seed=0).check()
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [

@@ -90,10 +90,13 @@ def test_equal_prompts_have_equal_keys():
         (verl(prompt=[USER, RIGHT]), "ends with a turn of the assistant"),
         (verl(prompt=[{"role": "user", "content": [{"type": "image"}]}]), "content of type image"),
         (verl(images=["x"]), "'images', and only text is supported"),
+        (verl(images=3), "'images', and only text is supported"),
         (verl(extra_info=3), "'extra_info' must be a table"),
         (verl(extra_info={"x": b"1"}), "holds a bytes"),
         (verl(extra_info={"x": float("nan")}), "holds nan"),
         (verl(reward_model="{nope"), "is not JSON"),
+        (verl(extra_info=f'{{"x": {"9" * 5000}}}'), "is not JSON"),
+        (verl(extra_info='{"x": ' + "[" * 5000), "is not JSON"),
     ],
 )
 def test_invalid_prompts_are_refused(record: dict[str, Any], message: str):

@@ -307,6 +307,23 @@ def test_a_live_run_is_followed(browser, address, folder):
         assert page.wrong == []
 
 
+def test_a_tab_that_is_not_seen_keeps_no_connection_and_catches_up(browser, tmp_path):
+    def hidden(page, truth):
+        page.evaluate(f"Object.defineProperty(document, 'hidden', {{ value: {truth}, configurable: true }})")
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+    with served(tmp_path) as url, watched(browser, url, {"width": 1440, "height": 900}, "light") as page:
+        with RunDirectory.create(tmp_path, "run") as run:
+            record(run, ended=False)
+            go(page, view_of(run.path.name, "overview"))
+            hidden(page, "true")
+            assert page.evaluate("stream === null")
+            run.log_metrics(metrics(STEPS + 1), step=STEPS + 1, version=STEPS + 1)
+            hidden(page, "false")
+            until(page, f"document.querySelector('main').innerText.includes('step {STEPS + 1}')")
+        assert page.wrong == []
+
+
 def test_what_changes_while_something_has_the_focus_is_drawn_after_it(browser, tmp_path):
     with served(tmp_path) as url, watched(browser, url, {"width": 1440, "height": 900}, "light") as page:
         with RunDirectory.create(tmp_path, "run") as run:

@@ -73,6 +73,30 @@ async def test_without_the_token_nothing_is_answered(page, path: str):
     assert "runs" not in text
 
 
+async def test_bytes_that_are_no_text_are_not_the_token(page):
+    server, _session = page
+    reader, writer = await asyncio.open_connection("127.0.0.1", server._port)
+    writer.write(b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\r\n\r\n")
+    assert (await reader.readline()).split()[1] == b"401"
+    writer.close()
+
+
+async def test_streams_that_are_opened_at_once_are_counted(page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("asyncrl.page.server._MOST_STREAMS", 2)
+    server, session = page
+    (path,) = tmp_path.iterdir()
+    token = {"Authorization": f"Bearer {server.token}"}
+
+    async def status(name: str) -> int:
+        found = await session.get(f"{base(server)}/api/runs/{name}/events", headers=token)
+        return int(found.status)
+
+    for _stream in range(3):
+        assert await status("absent") == 404  # and is none
+    opened = await asyncio.gather(*(status(path.name) for _stream in range(5)))
+    assert sorted(opened) == [200, 200, 429, 429, 429]
+
+
 async def test_a_name_of_elsewhere_is_refused(page):
     status, _text = await answer(page, "/api/runs", Host="evil.example")
     assert status == 403
@@ -156,6 +180,7 @@ async def test_the_end_of_the_server_ends_open_streams(tmp_path: Path):
 
 
 DAMAGES = [b"", b"\xff\xfe\x00", b"[1, 2]", b"{", b"null", b'{"a": 1}\n{"step": "x", "reward_mean": []}\n', b"9" * 100]
+DAMAGES += [b'{"step": 1, "reward_mean": 1%b}\n' % (b"0" * 400)]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

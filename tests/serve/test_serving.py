@@ -21,6 +21,7 @@ from asyncrl.cli.main import main
 from asyncrl.cli.pool import _table
 from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, EngineError, InfrastructureError
+from asyncrl.serve import serving
 from asyncrl.serve.control_client import ControlClient
 from asyncrl.serve.server import Binding, Server
 from engines.training.scratch import make
@@ -334,6 +335,31 @@ async def aiohttp_server_of():
             return web.json_response(answer, status=status)
 
         yield start
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("words", [["folder"], ["--join", "http://127.0.0.1:1"]], ids=["serve", "join"])
+def test_a_signal_before_the_start_ends_with_its_code(words, number, code, monkeypatch):
+    ended = []
+
+    async def wait():
+        os.kill(os.getpid(), number)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("in order")
+
+    @contextlib.asynccontextmanager
+    async def serve(*_arguments, **_options):
+        yield await wait()
+
+    monkeypatch.setattr(serving, "serve", serve)
+    monkeypatch.setattr(ControlClient, "ask", lambda *_arguments: wait())
+    try:
+        found = main(["serve", *words])
+    except SystemExit as error:
+        found = error.code
+    assert (found, ended) == (code, ["in order"])
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import re
 import signal
@@ -11,8 +12,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,7 +24,7 @@ from asyncrl.errors import ConfigError, InfrastructureError, RewardError, RunSto
 from asyncrl.single_controller.local import LocalWorkerGroup
 from asyncrl.tasks.handle import Run
 from asyncrl.tasks.settings import python_config, with_row_files, write_rows
-from asyncrl.telemetry.run_directory import RunDirectory, read_json_lines
+from asyncrl.telemetry.run_directory import RunDirectory, read_json_lines, replace_text, sound_record
 from asyncrl.trainer.assembly import make_environments
 from asyncrl.trainer.checkpoint import Checkpoints
 from asyncrl.trainer.report import read_status
@@ -253,6 +255,77 @@ async def test_a_run_is_awaited_and_its_steps_arrive_in_order(tmp_path: Path):
     run = train(**settings(tmp_path, reward=always))
     assert [step["step"] async for step in run] == [1, 2]
     assert (await run).steps == 2
+
+
+class Scripted:
+    """A program that does the next part of its script while it is waited for, and has failed after the last."""
+
+    def __init__(self, *parts: Callable[[], None]) -> None:
+        self._parts = [*parts]
+
+    @property
+    def ended(self) -> bool:
+        return not self._parts
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self._parts:
+            self._parts.pop(0)()
+        if self._parts:
+            raise TimeoutError
+        raise InfrastructureError("it failed")
+
+    async def join(self, timeout_s: float | None = None) -> None:
+        await asyncio.to_thread(self.wait)
+
+    async def cancelled_with_caller(self, waiting: Any) -> Any:
+        return await waiting
+
+
+def scripted(folder: Path, *metrics: list[tuple[int, float]]) -> Run[Any]:
+    """Return a run whose metrics have one of these pairs of step and time after the other."""
+
+    def write(pairs: list[tuple[int, float]]) -> None:
+        lines = [json.dumps({"step": step, "time_s": time_s, "reward_mean": 0.5}) for step, time_s in pairs]
+        replace_text(folder / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
+
+    config, _ = python_config(model="m", env="calculator", settings={"steps": 3})
+    return Run(folder, config=config, program=cast("Any", Scripted(*(partial(write, pairs) for pairs in metrics))))
+
+
+def follow(run: Run[Any], seen: list[int]) -> None:
+    for step in run:
+        seen.append(step["step"])
+
+
+async def follow_on_a_loop(run: Run[Any], seen: list[int]) -> None:
+    async for step in run:
+        seen.append(step["step"])
+
+
+@pytest.mark.parametrize("on_a_loop", [False, True])
+def test_steps_come_before_what_ended_the_run_and_again_after_a_resume_from_earlier(tmp_path: Path, on_a_loop: bool):
+    run = scripted(tmp_path, [(1, 0.1), (2, 0.2)], [(1, 0.1)], [(1, 0.1), (2, 0.3), (3, 0.4)])
+    seen: list[int] = []
+    with pytest.raises(InfrastructureError, match="it failed"):
+        asyncio.run(follow_on_a_loop(run, seen)) if on_a_loop else follow(run, seen)
+    assert seen == [1, 2, 2, 3]
+
+
+def test_a_line_of_metrics_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    read: list[bytes] = []
+    monkeypatch.setattr("asyncrl.tasks.handle.sound_record", lambda line: (read.append(line), sound_record(line))[1])
+    with RunDirectory.create(tmp_path, "run") as directory:
+        directory.write_config('name = "run"\nsteps = 2\n[model]\npath = "m"\n[env]\nname = "calculator"\n')
+        run, steps = attach(directory.path), iter(attach(directory.path))
+        for step in (1, 2):
+            directory.log_metrics({"reward_mean": 0.5}, step=step, version=step)
+            assert next(steps)["step"] == step
+            assert (run.step, f"step {step} of 2" in repr(run), f"step {step} of 2" in run._repr_html_()) == (
+                step,
+                1,
+                1,
+            )
+    assert len(read) == 4
 
 
 def test_tools_are_called_on_the_way_to_the_answer(tmp_path: Path):

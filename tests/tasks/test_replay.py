@@ -23,9 +23,12 @@ import asyncrl.tasks.rerun
 from asyncrl.algorithms import DAPO, PolicyTokens, TruncatedImportance
 from asyncrl.cli.main import main
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, RecordingError, SchemaError
+from asyncrl.errors import ConfigError, InfrastructureError, RecordingError, SchemaError
 from asyncrl.tasks.rerun import fork_config, fork_policy
 from asyncrl.tasks.run import train
+from asyncrl.telemetry.progress import SilentProgress
+from asyncrl.telemetry.run_directory import is_locked
+from asyncrl.trainer.assembly import Assembly
 from asyncrl.trainer.driver import Driver
 
 MakeConfig = Callable[..., Config]
@@ -64,6 +67,11 @@ def test_an_asynchronous_run_is_replayed_bit_for_bit_and_forked(
         told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses = [line["train/loss"] for line in told if "train/loss" in line]
         assert [metrics["loss"] for metrics in again.metrics] == losses  # not only the weights
+        attached = asyncrl.attach(again.run)
+        assert [step["train/loss"] for step in attached] == losses
+        results: Any = attached.wait()
+        assert (results["weights"], results["compared"]) == (again.weights, 4)
+        assert "training steps" in attached.report()
 
         fork = recording.replay({"algorithm.loss": "gspo", "trainer.lr": 1e-3}, from_step=2)
         assert fork.forked == ("algorithm.loss", "trainer.lr")
@@ -140,6 +148,8 @@ def test_what_a_recording_lacks_is_told_before_anything_starts(
             recording.replay({"trainer.group_size": 2})
         with pytest.raises(ConfigError, match=r"algorithm\.loss"):
             recording.replay({"algorithm.los": "gspo"})
+        with pytest.raises(ConfigError, match="no tracker named 'nope'"):
+            recording.train({"telemetry.trackers": ["nope"]})
     with sqlite3.connect(run / "ledger.sqlite") as ledger:
         ledger.execute(
             "DELETE FROM trajectories WHERE group_id = (SELECT group_id FROM batches WHERE step = 2 LIMIT 1)"
@@ -157,6 +167,32 @@ def test_what_a_recording_lacks_is_told_before_anything_starts(
     (run / "ledger.sqlite").unlink()
     with pytest.raises(RecordingError, match="no such ledger"):
         asyncrl.Recording(run)
+
+
+def test_a_replay_that_cannot_begin_or_end_in_order_leaves_nothing_open(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+):
+    closed: list[str] = []
+    close = Assembly.aclose
+
+    async def fail(assembly: Assembly) -> None:
+        await close(assembly)
+        raise InfrastructureError("a worker does not end")
+
+    class Shown(SilentProgress):
+        def close(self) -> None:
+            closed.append("progress")
+
+    with asyncrl.Recording(recorded(small_config(steps=1, eval={"tasks": 0}))) as recording:
+        monkeypatch.setattr(Assembly, "aclose", fail)
+        monkeypatch.setattr(asyncrl.tasks.rerun, "make_progress", lambda kind: Shown())
+        with pytest.raises(InfrastructureError, match="a worker does not end"):
+            recording.replay()
+        monkeypatch.setattr(asyncrl.tasks.rerun, "Assembly", None)
+        with pytest.raises(TypeError, match="not callable"):
+            recording.train()
+    folders = list(recording.path.parent.glob("small-replay*"))
+    assert (closed, [is_locked(folder) for folder in folders]) == (["progress"], [False, False])
 
 
 class Stopped(Exception):

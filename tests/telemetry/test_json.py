@@ -38,6 +38,7 @@ class Point:
         ({"a"}, ["a"]),
         (Point(1.0, (2,)), {"x": 1.0, "y": [2]}),
         ("\udcff", "\\udcff"),
+        ({"\ud83d": 1}, {"\\ud83d": 1}),
         (b"x", "b'x'"),
     ],
 )
@@ -60,6 +61,13 @@ def test_lines_come_in_the_order_of_the_calls(tmp_path):
     assert [record["n"] for record in read_json_lines(lines.path)] == list(range(200))
     with pytest.raises(ValueError, match="closed"):
         lines.append({})
+
+
+def test_an_error_of_any_kind_in_the_writer_is_raised_by_the_next_call(tmp_path):
+    lines = JsonLines(tmp_path / "x.jsonl")
+    lines._queue.put("\ud83d")  # as no record is written
+    with pytest.raises(UnicodeEncodeError):
+        lines.close()
 
 
 def test_many_threads_write_whole_lines(tmp_path):

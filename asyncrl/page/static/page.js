@@ -5,6 +5,7 @@ const main = document.getElementById("main");
 const nav = document.getElementById("nav");
 const said = document.getElementById("said");
 let stream = null;
+let listen = () => {}; // opens the stream of changes of what is shown
 let missed = null; // what is to be drawn when nothing in main has the focus any more
 let turn = 0;
 
@@ -47,19 +48,26 @@ function show() {
     if (busy()) missed = draw;
     else draw();
   };
-  if (place !== "run") {
-    draw();
-    return;
-  }
   const view = VIEWS[names[1]] || VIEWS.overview;
-  stream = new EventSource(runPath(names[0], "events"));
-  stream.onmessage = (event) => { // the first one of a connection names all files: no change before it is lost
-    if (first) draw();
-    else if (!JSON.parse(event.data).some((file) => view.files.includes(file))) return;
-    else changed();
+  listen = () => {
+    if (place !== "run" || document.hidden) return;
+    stream = new EventSource(runPath(names[0], "events"));
+    stream.onmessage = (event) => { // the first one of a connection names all files: no change before it is lost
+      if (first) draw();
+      else if (!JSON.parse(event.data).some((file) => view.files.includes(file))) return;
+      else changed();
+    };
+    stream.onerror = () => first && draw(); // which shows what is wrong
   };
-  stream.onerror = () => first && draw(); // which shows what is wrong
+  listen();
+  if (!stream) draw();
 }
+
+document.addEventListener("visibilitychange", () => { // a browser opens six connections to an address, for all tabs
+  if (stream) stream.close();
+  stream = null;
+  listen();
+});
 
 let pressed = false; // what is pressed must not be replaced before it is clicked
 const busy = () => pressed || (main.contains(document.activeElement) && document.activeElement !== main);

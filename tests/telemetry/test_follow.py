@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.page.follow import MOST_LINE_BYTES, LineFollower, read_form
+from asyncrl.telemetry.follow import MOST_LINE_BYTES, LineFollower, read_form
 from asyncrl.telemetry.run_directory import RunDirectory, sound_record
 
 

@@ -399,7 +399,7 @@ def test_a_run_of_a_model_of_the_program_is_resumed_with_it_given_again(tmp_path
     assert train(resume=run.path, steps=2, **given).wait().steps == 2
 
 
-class Scripted:
+class OneByOne:
     """A program that does one thing each time that it is waited for."""
 
     def __init__(self, *things: Callable[[], object]) -> None:
@@ -432,7 +432,7 @@ def test_steps_that_a_resume_trains_again_come_as_they_are_now(tmp_path: Path):
     resumed.stale_after = 3  # the step of its checkpoint
     seen = iter(attach(path))
     assert [next(seen)["step"] for _ in range(5)] == [1, 2, 3, 4, 5]  # elsewhere nothing is known of the checkpoint
-    program = Scripted(
+    program = OneByOne(
         lambda: None,
         lambda: resumed.rewind(3),
         lambda: (trained(resumed, 4, 5, 6, reward=1.0), resumed.close()),

@@ -7,7 +7,10 @@ rank, which reports its end through a Unix socket in a folder that only this use
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +36,20 @@ class Confirmation(msgspec.Struct, frozen=True, array_like=True):
 
 
 def confirm(address: str, confirmation: Confirmation) -> None:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(address)
+    with socket.socket(socket.AF_UNIX) as connection, _shortened(address) as path:
+        connection.connect(path)
         connection.sendall(msgspec.msgpack.encode(confirmation))
+
+
+@contextlib.contextmanager
+def _shortened(address: str) -> Iterator[str]:
+    """Yield a path of the same Unix socket that fits their 107 bytes, however long the path of its folder is."""
+    folder, name = os.path.split(address)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
 
 
 class Confirmations:
@@ -47,15 +61,18 @@ class Confirmations:
     def __init__(self, folder: Path) -> None:
         self.address = str(folder / "confirmations")
         self._server: asyncio.Server | None = None
+        self._opened = contextlib.ExitStack()
         self._number = 0
         self._received: asyncio.Queue[Confirmation] = asyncio.Queue()
 
     async def open(self) -> None:
-        self._server = await asyncio.start_unix_server(self._receive, self.address)
+        path = self._opened.enter_context(_shortened(self.address))
+        self._server = await asyncio.start_unix_server(self._receive, path)
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
+        self._opened.close()
 
     def expect(self) -> int:
         self._number += 1

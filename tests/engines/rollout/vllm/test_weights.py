@@ -27,3 +27,14 @@ async def test_every_rank_is_waited_for(tmp_path: Path) -> None:
     received = {each.rank: each for each in await gathering}
     assert (received[0].kind, received[1].kind, received[1].message) == ("", "WeightMismatchError", long)
     await confirmations.close()
+
+
+async def test_a_folder_may_have_a_longer_path_than_sockets(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    confirmations = Confirmations(folder)
+    await confirmations.open()
+    number = confirmations.expect()
+    await asyncio.to_thread(confirm, confirmations.address, Confirmation(number=number, rank=0))
+    assert [each.rank for each in await confirmations.gather(number, ranks=1)] == [0]
+    await confirmations.close()

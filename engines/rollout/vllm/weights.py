@@ -18,6 +18,7 @@ import msgspec
 
 import asyncrl.errors as error_tree
 from asyncrl.errors import EngineError, WeightError, WeightMismatchError
+from asyncrl.runtime import shield_until_done
 from asyncrl.weights import TransportSpec, WeightManifest
 from engines.rollout.model_tensors import AdapterVersions, check_prepared
 from engines.rollout.vllm.launch import GONE, StartedLLM
@@ -140,19 +141,29 @@ class WeightUpdates:
         parts = [msgspec.structs.replace(part, beside=()).encode() for part in self._parts]
         self.prepared = None
         number = self._confirmations.expect()
-        await self._call("asyncrl_begin_fetch", manifest.encode(), names, self._confirmations.address, number, parts)
+        address = self._confirmations.address
         gathering = asyncio.ensure_future(self._confirmations.gather(number, ranks=started.ranks))
         try:
+            await self._call("asyncrl_begin_fetch", manifest.encode(), names, address, number, parts)
             await asyncio.wait([gathering, started.llm.output_handler], return_when=asyncio.FIRST_COMPLETED)
             if not gathering.done():
                 raise EngineError(GONE)
+        except asyncio.CancelledError:
+            await self._drop()
+            raise
         finally:
             gathering.cancel()
         for confirmation in gathering.result():
             if confirmation.kind:
-                await self._call("asyncrl_drop_fetch")
+                await self._drop()
                 raise getattr(error_tree, confirmation.kind, WeightError)(confirmation.message)
         self.prepared = manifest.version
+
+    async def _drop(self) -> None:
+        """Have every rank release what it has fetched, and what it is fetching when it has that."""
+        gone, ended = EngineError(GONE), self._started.llm.output_handler
+        with contextlib.suppress(EngineError):  # nothing is left where vLLM is gone
+            await shield_until_done(self._call("asyncrl_drop_fetch"), ended=ended, ended_error=gone)
 
     def check(self, version: int) -> None:
         check_prepared(version, self.prepared)

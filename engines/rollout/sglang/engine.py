@@ -467,19 +467,25 @@ class SGLangEngine:
     async def pause(self) -> None:
         sglang = self._serving()
         async with self._ordering:
-            self._paused = True
-            self._count_busy()
-            await sglang.freeze("in_place")
-            await sglang.wait_carried_out()
+            await shield_until_done(self._pause(sglang))
+
+    async def _pause(self, sglang: SGLangControl) -> None:
+        self._paused = True
+        self._count_busy()
+        await sglang.freeze("in_place")
+        await sglang.wait_carried_out()
         self._notify()
 
     async def resume(self) -> None:
         sglang = self._serving()
         async with self._ordering:
-            if not (self._fenced or self._asleep):
-                await sglang.thaw()
-            self._paused = False
-            self._count_busy()
+            await shield_until_done(self._resume(sglang))
+
+    async def _resume(self, sglang: SGLangControl) -> None:
+        if not (self._fenced or self._asleep):
+            await sglang.thaw()
+        self._paused = False
+        self._count_busy()
         self._notify()
 
     # ------------------------------------------------------------------------------------------------------ sleep
@@ -587,41 +593,42 @@ class SGLangEngine:
     async def commit_weights(self, version: int, *, kv_cache: KVCachePolicy = "keep") -> None:
         """Have SGLang load the prepared tensors between two steps.
 
-        With ``recompute`` its whole cache is emptied. A commit that fails half-way (:class:`WeightError`) leaves
-        unknown weights: the engine is fenced then, and serves again after a commit that succeeds.
+        With ``recompute`` its whole cache is emptied. A commit that has begun is finished even if the caller is
+        cancelled. One that fails half-way (:class:`WeightError`) leaves unknown weights: the engine is fenced then, and
+        serves again after a commit that succeeds.
         """
-        sglang = self._serving()
-        if self._adapters is not None:
-            async with self._updating, self._ordering:
-                await shield_until_done(self._commit_adapters(self._adapters, version))
-            return
+        sglang, adapters = self._serving(), self._adapters
         async with self._updating, self._ordering:
-            staged = self._staged
-            if staged is None:
-                raise WeightError(f"cannot commit weight version {version}: none is prepared")
-            if self._asleep:
-                raise WeightError(
-                    f"weight version {version} cannot be loaded while the engine is asleep: wake it first"
-                )
-            named = staged.staged(version)
-            self._committing = True
+            if adapters is not None:
+                await shield_until_done(self._commit_adapters(adapters, version))
+            else:
+                await shield_until_done(self._commit(sglang, version, kv_cache=kv_cache))
+
+    async def _commit(self, sglang: SGLangControl, version: int, *, kv_cache: KVCachePolicy) -> None:
+        staged = self._staged
+        if staged is None:
+            raise WeightError(f"cannot commit weight version {version}: none is prepared")
+        if self._asleep:
+            raise WeightError(f"weight version {version} cannot be loaded while the engine is asleep: wake it first")
+        named = staged.staged(version)
+        self._committing = True
+        try:
+            await sglang.freeze("in_place" if kv_cache == "keep" else "retract")
             try:
-                try:
-                    await sglang.freeze("in_place" if kv_cache == "keep" else "retract")
-                    await sglang.load(named, version=version, flush=kv_cache == "recompute")
-                except BaseException as error:
-                    self._fenced = f"version {version} was loaded only in part: {error or type(error).__name__}"
-                    self._fail_held(EngineError(self._fenced))
-                    raise
-                self._fenced = ""
-                self._version = version
-                staged.committed(version)
-                self._restart_early()
-                if not self._paused:
-                    await sglang.thaw()
-            finally:
-                self._committing = False
-                self._notify()
+                await sglang.load(named, version=version, flush=kv_cache == "recompute")
+            except Exception as error:
+                self._fenced = f"version {version} was loaded only in part: {error or type(error).__name__}"
+                self._fail_held(EngineError(self._fenced))
+                raise
+            self._fenced = ""
+            self._version = version
+            staged.committed(version)
+            self._restart_early()
+            if not self._paused:
+                await sglang.thaw()
+        finally:
+            self._committing = False
+            self._notify()
 
     def _restart_early(self) -> None:
         """Begin requests that have sampled nothing again, under the new weights; end those that are being aborted."""

@@ -265,6 +265,7 @@ class SGLangEngine:
         self._adapters: AdapterVersions | None = None
         self._replaced: list[str] = []
         """SGLang's names of adapters that are not needed any more."""
+        self._unloading: asyncio.Task[None] | None = None
         self._prepared: tuple[int, list[tuple[WeightManifest, dict[str, torch.Tensor]]]] | None = None
         self._held: dict[str, SGLangRequest] = {}
         self._begun: Counter[SGLangRequest] = Counter()  # twice while one that begins again is not yet out of SGLang
@@ -333,6 +334,8 @@ class SGLangEngine:
             return
         self._closed = True
         self._fail_held(EngineClosedError("the engine is closed"))
+        if self._unloading is not None:
+            self._unloading.cancel()
         if self._sglang is not None:
             await self._sglang.close()
 
@@ -537,8 +540,8 @@ class SGLangEngine:
             )
         async with self._updating:
             self._prepared = None
-            while self._replaced and not self._paused:  # SGLang frees an adapter when its last request has ended
-                await sglang.unload_adapter(self._replaced.pop())
+            while self._unloading or (self._replaced and not self._paused):
+                await self._unload(sglang)
             await asyncio.to_thread(adapters.check, parts[-1][0])  # it has those before beside it
             self._prepared = (
                 version,
@@ -548,6 +551,18 @@ class SGLangEngine:
                     if manifest.adapter is not None
                 ],
             )
+
+    async def _unload(self, sglang: SGLangControl) -> None:
+        """Free a replaced adapter. SGLang does so when its last request has ended, and takes no such order twice.
+
+        So one whose caller is cancelled goes on, and the next call waits for it.
+        """
+        if self._unloading is None:
+            self._unloading = asyncio.create_task(sglang.unload_adapter(self._replaced.pop()))
+        await asyncio.wait([self._unloading])
+        self._serving()
+        ended, self._unloading = self._unloading, None
+        await ended
 
     async def _commit_adapters(self, adapters: AdapterVersions, version: int) -> None:
         """Load the prepared adapters beside those that serve, while decoding goes on, then move requests to them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,6 +243,25 @@ async def test_a_pause_and_a_resume_that_are_cancelled_have_happened() -> None:
     sglang.answers.clear()
     await cancelled_before_the_answer(sglang, engine.resume(), slow="thaw")
     assert (sglang.frozen, engine._paused) == (False, False)
+
+
+async def test_an_adapter_is_freed_though_the_caller_that_ordered_it_is_cancelled() -> None:
+    engine, sglang = await made()
+    adapters: Any = FakeAdapters()
+    engine._adapters, engine._replaced, sglang.adapters = adapters, ["a@1"], ["a@1"]
+    parts: Any = [(SimpleNamespace(adapter=None), {})]
+    sglang.slow = "unload a@1"
+    preparing = asyncio.ensure_future(engine.prepare_adapters(parts, version=2))
+    await sglang.ordered.wait()
+    preparing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    later = asyncio.ensure_future(engine.prepare_adapters(parts, version=3))
+    await settled()
+    assert not later.done(), "SGLang loads none meanwhile"
+    sglang.answers.set()
+    await later
+    assert sglang.adapters == []
 
 
 @pytest.mark.usefixtures("plain_orders")

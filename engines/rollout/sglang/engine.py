@@ -573,9 +573,17 @@ class SGLangEngine:
         check_prepared(version, None if self._prepared is None else self._prepared[0])
         assert self._prepared is not None
         parts = self._prepared[1]
-        for manifest, tensors in parts:
-            assert manifest.adapter is not None
-            await sglang.load_adapter(_sglang_name(manifest.adapter.name, manifest.version), manifest.adapter, tensors)
+        loaded: list[str] = []
+        try:
+            for manifest, tensors in parts:
+                assert manifest.adapter is not None
+                name = _sglang_name(manifest.adapter.name, manifest.version)
+                await sglang.load_adapter(name, manifest.adapter, tensors)
+                loaded.append(name)
+        except Exception:
+            for name in loaded:  # SGLang takes no name twice, and the commit may be repeated
+                await sglang.unload_adapter(name)
+            raise
         changed = adapters.committed([manifest for manifest, _ in parts])
         self._version, self._prepared = version, None
         for held in self._held.values():

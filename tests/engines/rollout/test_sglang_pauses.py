@@ -264,6 +264,21 @@ async def test_an_adapter_is_freed_though_the_caller_that_ordered_it_is_cancelle
     assert sglang.adapters == []
 
 
+async def test_a_commit_of_adapters_that_fails_can_be_repeated() -> None:
+    engine, sglang = await made()
+    adapters: Any = FakeAdapters()
+    engine._adapters, sglang.adapters = adapters, ["a@1", "b@1"]
+    parts = [(SimpleNamespace(version=2, adapter=SimpleNamespace(name=name)), {}) for name in "ac"]
+    prepared: Any = (2, parts)
+    engine._prepared, sglang.refused = prepared, "load c@2"
+    with pytest.raises(WeightError, match="no load c@2"):
+        await engine.commit_weights(2)
+    assert (sglang.adapters, engine.weight_version) == (["a@1", "b@1"], 0)
+    sglang.refused = ""
+    await engine.commit_weights(2)
+    assert (sglang.adapters, engine._replaced) == (["a@1", "b@1", "a@2", "c@2"], ["a@1"])
+
+
 @pytest.mark.usefixtures("plain_orders")
 async def test_requests_without_a_seed_get_different_ones(request_of: RequestOf, collect: Collect) -> None:
     seeds: list[list[int]] = []

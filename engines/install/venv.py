@@ -290,7 +290,12 @@ class EngineVenv:
         return next(iter(sorted((self.folder / "lib").glob("python3.*/site-packages"))), self.folder / "lib")
 
     def _distributions(self) -> dict[str, str]:
-        return {_normal(each.name): each.version for each in distributions(path=[str(self._packages())])}
+        found: dict[str, str] = {}
+        for each in distributions(path=[str(self._packages())]):
+            metadata = each.metadata
+            if metadata and "Name" in metadata and "Version" in metadata:  # else pip was interrupted as it wrote them
+                found[_normal(metadata["Name"])] = metadata["Version"]
+        return found
 
     def install(
         self,

@@ -345,7 +345,7 @@ class StopText:
         seen = self._tail + text[len(known) :]
         if any(stop in seen for stop in self._stop):
             return True
-        if complete:
+        if complete and self._read < len(tokens):  # the last of the passed tokens stay the context of the next one
             self._tail = seen[-self._keep :] if self._keep else ""
             self._window = self._read
             self._read = len(tokens)

@@ -265,6 +265,7 @@ class SGLangEngine:
         self._adapters: AdapterVersions | None = None
         self._replaced: list[str] = []
         """SGLang's names of adapters that are not needed any more."""
+        self._unloading: asyncio.Task[None] | None = None
         self._prepared: tuple[int, list[tuple[WeightManifest, dict[str, torch.Tensor]]]] | None = None
         self._held: dict[str, SGLangRequest] = {}
         self._begun: Counter[SGLangRequest] = Counter()  # twice while one that begins again is not yet out of SGLang
@@ -333,6 +334,8 @@ class SGLangEngine:
             return
         self._closed = True
         self._fail_held(EngineClosedError("the engine is closed"))
+        if self._unloading is not None:
+            self._unloading.cancel()
         if self._sglang is not None:
             await self._sglang.close()
 
@@ -467,19 +470,25 @@ class SGLangEngine:
     async def pause(self) -> None:
         sglang = self._serving()
         async with self._ordering:
-            self._paused = True
-            self._count_busy()
-            await sglang.freeze("in_place")
-            await sglang.wait_carried_out()
+            await shield_until_done(self._pause(sglang))
+
+    async def _pause(self, sglang: SGLangControl) -> None:
+        self._paused = True
+        self._count_busy()
+        await sglang.freeze("in_place")
+        await sglang.wait_carried_out()
         self._notify()
 
     async def resume(self) -> None:
         sglang = self._serving()
         async with self._ordering:
-            if not (self._fenced or self._asleep):
-                await sglang.thaw()
-            self._paused = False
-            self._count_busy()
+            await shield_until_done(self._resume(sglang))
+
+    async def _resume(self, sglang: SGLangControl) -> None:
+        if not (self._fenced or self._asleep):
+            await sglang.thaw()
+        self._paused = False
+        self._count_busy()
         self._notify()
 
     # ------------------------------------------------------------------------------------------------------ sleep
@@ -531,8 +540,8 @@ class SGLangEngine:
             )
         async with self._updating:
             self._prepared = None
-            while self._replaced and not self._paused:  # SGLang frees an adapter when its last request has ended
-                await sglang.unload_adapter(self._replaced.pop())
+            while self._unloading or (self._replaced and not self._paused):
+                await self._unload(sglang)
             await asyncio.to_thread(adapters.check, parts[-1][0])  # it has those before beside it
             self._prepared = (
                 version,
@@ -543,6 +552,18 @@ class SGLangEngine:
                 ],
             )
 
+    async def _unload(self, sglang: SGLangControl) -> None:
+        """Free a replaced adapter. SGLang does so when its last request has ended, and takes no such order twice.
+
+        So one whose caller is cancelled goes on, and the next call waits for it.
+        """
+        if self._unloading is None:
+            self._unloading = asyncio.create_task(sglang.unload_adapter(self._replaced.pop()))
+        await asyncio.wait([self._unloading])
+        self._serving()
+        ended, self._unloading = self._unloading, None
+        await ended
+
     async def _commit_adapters(self, adapters: AdapterVersions, version: int) -> None:
         """Load the prepared adapters beside those that serve, while decoding goes on, then move requests to them.
 
@@ -552,9 +573,17 @@ class SGLangEngine:
         check_prepared(version, None if self._prepared is None else self._prepared[0])
         assert self._prepared is not None
         parts = self._prepared[1]
-        for manifest, tensors in parts:
-            assert manifest.adapter is not None
-            await sglang.load_adapter(_sglang_name(manifest.adapter.name, manifest.version), manifest.adapter, tensors)
+        loaded: list[str] = []
+        try:
+            for manifest, tensors in parts:
+                assert manifest.adapter is not None
+                name = _sglang_name(manifest.adapter.name, manifest.version)
+                await sglang.load_adapter(name, manifest.adapter, tensors)
+                loaded.append(name)
+        except Exception:
+            for name in loaded:  # SGLang takes no name twice, and the commit may be repeated
+                await sglang.unload_adapter(name)
+            raise
         changed = adapters.committed([manifest for manifest, _ in parts])
         self._version, self._prepared = version, None
         for held in self._held.values():
@@ -587,41 +616,42 @@ class SGLangEngine:
     async def commit_weights(self, version: int, *, kv_cache: KVCachePolicy = "keep") -> None:
         """Have SGLang load the prepared tensors between two steps.
 
-        With ``recompute`` its whole cache is emptied. A commit that fails half-way (:class:`WeightError`) leaves
-        unknown weights: the engine is fenced then, and serves again after a commit that succeeds.
+        With ``recompute`` its whole cache is emptied. A commit that has begun is finished even if the caller is
+        cancelled. One that fails half-way (:class:`WeightError`) leaves unknown weights: the engine is fenced then, and
+        serves again after a commit that succeeds.
         """
-        sglang = self._serving()
-        if self._adapters is not None:
-            async with self._updating, self._ordering:
-                await shield_until_done(self._commit_adapters(self._adapters, version))
-            return
+        sglang, adapters = self._serving(), self._adapters
         async with self._updating, self._ordering:
-            staged = self._staged
-            if staged is None:
-                raise WeightError(f"cannot commit weight version {version}: none is prepared")
-            if self._asleep:
-                raise WeightError(
-                    f"weight version {version} cannot be loaded while the engine is asleep: wake it first"
-                )
-            named = staged.staged(version)
-            self._committing = True
+            if adapters is not None:
+                await shield_until_done(self._commit_adapters(adapters, version))
+            else:
+                await shield_until_done(self._commit(sglang, version, kv_cache=kv_cache))
+
+    async def _commit(self, sglang: SGLangControl, version: int, *, kv_cache: KVCachePolicy) -> None:
+        staged = self._staged
+        if staged is None:
+            raise WeightError(f"cannot commit weight version {version}: none is prepared")
+        if self._asleep:
+            raise WeightError(f"weight version {version} cannot be loaded while the engine is asleep: wake it first")
+        named = staged.staged(version)
+        self._committing = True
+        try:
+            await sglang.freeze("in_place" if kv_cache == "keep" else "retract")
             try:
-                try:
-                    await sglang.freeze("in_place" if kv_cache == "keep" else "retract")
-                    await sglang.load(named, version=version, flush=kv_cache == "recompute")
-                except BaseException as error:
-                    self._fenced = f"version {version} was loaded only in part: {error or type(error).__name__}"
-                    self._fail_held(EngineError(self._fenced))
-                    raise
-                self._fenced = ""
-                self._version = version
-                staged.committed(version)
-                self._restart_early()
-                if not self._paused:
-                    await sglang.thaw()
-            finally:
-                self._committing = False
-                self._notify()
+                await sglang.load(named, version=version, flush=kv_cache == "recompute")
+            except Exception as error:
+                self._fenced = f"version {version} was loaded only in part: {error or type(error).__name__}"
+                self._fail_held(EngineError(self._fenced))
+                raise
+            self._fenced = ""
+            self._version = version
+            staged.committed(version)
+            self._restart_early()
+            if not self._paused:
+                await sglang.thaw()
+        finally:
+            self._committing = False
+            self._notify()
 
     def _restart_early(self) -> None:
         """Begin requests that have sampled nothing again, under the new weights; end those that are being aborted."""

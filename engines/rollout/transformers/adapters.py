@@ -8,6 +8,7 @@ The weights stay as they are, so rows of several adapters, and rows without one,
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,9 +60,17 @@ class Adapters:
         return weights if adapter is None else adapter.version
 
     def prepare(
-        self, parts: Sequence[tuple[WeightManifest, Mapping[str, torch.Tensor]]], *, version: int, weights: int
+        self,
+        parts: Sequence[tuple[WeightManifest, Mapping[str, torch.Tensor]]],
+        *,
+        version: int,
+        weights: int,
+        stop: threading.Event,
     ) -> None:
-        """Check and copy adapters; ``weights`` is the version of the weights. What was prepared before is dropped."""
+        """Check and copy adapters; ``weights`` is the version of the weights. What was prepared before is dropped.
+
+        When ``stop`` is set nothing is prepared.
+        """
         self.prepared, self._shadow = None, {}
         shadow: dict[str, ServedAdapter] = {}
         for manifest, tensors in parts:
@@ -87,7 +96,8 @@ class Adapters:
                 pairs[module] = copies[names[0]], copies[names[1]]
             scale = manifest.adapter.alpha / manifest.adapter.rank
             shadow[name] = ServedAdapter(manifest.version, scale, pairs, copies)
-        self.prepared, self._shadow = version, shadow
+        if not stop.is_set():
+            self.prepared, self._shadow = version, shadow
 
     def swap(self, version: int) -> frozenset[str]:
         """Have the prepared adapters serve; return their names. Raises as :func:`check_prepared`."""

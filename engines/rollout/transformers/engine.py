@@ -314,7 +314,7 @@ class TransformersEngine:
     ) -> None:
         generation = self._running()
         prepare = generation.decoder.adapters.prepare
-        await self._prepare(lambda _: prepare(parts, version=version, weights=generation.weights.version))
+        await self._prepare(lambda stop: prepare(parts, version=version, weights=generation.weights.version, stop=stop))
 
     async def adapter_checksums(self, name: str) -> Mapping[str, tuple[str, int]]:
         async with self._updating:

@@ -237,7 +237,8 @@ class VLLMEngine:
             await self._updates.close()
         if started is not None:
             # vLLM cancels its reader after the engine core has ended: a slow machine logs that end as a failure.
-            started.llm.output_handler.cancel()
+            if started.llm.output_handler is not None:  # vLLM starts it with the first request
+                started.llm.output_handler.cancel()
             await asyncio.to_thread(started.llm.shutdown)
             # Its __del__ calls it again, which fails where the interpreter ends first.
             started.llm.shutdown = lambda: None

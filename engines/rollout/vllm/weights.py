@@ -7,7 +7,10 @@ rank, which reports its end through a Unix socket in a folder that only this use
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import msgspec
 
 import asyncrl.errors as error_tree
 from asyncrl.errors import EngineError, WeightError, WeightMismatchError
+from asyncrl.runtime import shield_until_done
 from asyncrl.weights import TransportSpec, WeightManifest
 from engines.rollout.model_tensors import AdapterVersions, check_prepared
 from engines.rollout.vllm.launch import GONE, StartedLLM
@@ -33,9 +37,20 @@ class Confirmation(msgspec.Struct, frozen=True, array_like=True):
 
 
 def confirm(address: str, confirmation: Confirmation) -> None:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(address)
+    with socket.socket(socket.AF_UNIX) as connection, _shortened(address) as path:
+        connection.connect(path)
         connection.sendall(msgspec.msgpack.encode(confirmation))
+
+
+@contextlib.contextmanager
+def _shortened(address: str) -> Iterator[str]:
+    """Yield a path of the same Unix socket that fits their 107 bytes, however long the path of its folder is."""
+    folder, name = os.path.split(address)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
 
 
 class Confirmations:
@@ -47,15 +62,18 @@ class Confirmations:
     def __init__(self, folder: Path) -> None:
         self.address = str(folder / "confirmations")
         self._server: asyncio.Server | None = None
+        self._opened = contextlib.ExitStack()
         self._number = 0
         self._received: asyncio.Queue[Confirmation] = asyncio.Queue()
 
     async def open(self) -> None:
-        self._server = await asyncio.start_unix_server(self._receive, self.address)
+        path = self._opened.enter_context(_shortened(self.address))
+        self._server = await asyncio.start_unix_server(self._receive, path)
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
+        self._opened.close()
 
     def expect(self) -> int:
         self._number += 1
@@ -123,19 +141,29 @@ class WeightUpdates:
         parts = [msgspec.structs.replace(part, beside=()).encode() for part in self._parts]
         self.prepared = None
         number = self._confirmations.expect()
-        await self._call("asyncrl_begin_fetch", manifest.encode(), names, self._confirmations.address, number, parts)
+        address = self._confirmations.address
         gathering = asyncio.ensure_future(self._confirmations.gather(number, ranks=started.ranks))
         try:
+            await self._call("asyncrl_begin_fetch", manifest.encode(), names, address, number, parts)
             await asyncio.wait([gathering, started.llm.output_handler], return_when=asyncio.FIRST_COMPLETED)
             if not gathering.done():
                 raise EngineError(GONE)
+        except asyncio.CancelledError:
+            await self._drop()
+            raise
         finally:
             gathering.cancel()
         for confirmation in gathering.result():
             if confirmation.kind:
-                await self._call("asyncrl_drop_fetch")
+                await self._drop()
                 raise getattr(error_tree, confirmation.kind, WeightError)(confirmation.message)
         self.prepared = manifest.version
+
+    async def _drop(self) -> None:
+        """Have every rank release what it has fetched, and what it is fetching when it has that."""
+        gone, ended = EngineError(GONE), self._started.llm.output_handler
+        with contextlib.suppress(EngineError):  # nothing is left where vLLM is gone
+            await shield_until_done(self._call("asyncrl_drop_fetch"), ended=ended, ended_error=gone)
 
     def check(self, version: int) -> None:
         check_prepared(version, self.prepared)

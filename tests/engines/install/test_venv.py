@@ -133,6 +133,15 @@ def test_examine_lists_what_is_missing(tmp_path: Path) -> None:
     assert "some-shim is not installed" in status.problems
 
 
+@pytest.mark.parametrize("metadata", [None, "", "Metadata-Version: 2.1\nName: some-shim\n"])
+def test_a_distribution_that_was_written_in_part_is_not_installed(tmp_path: Path, metadata: str | None) -> None:
+    written = tmp_path / "lib" / "python3.12" / "site-packages" / "some_shim-1.2.dist-info"
+    written.mkdir(parents=True)
+    if metadata is not None:
+        (written / "METADATA").write_text(metadata)
+    assert "some-shim is not installed" in EngineVenv(tmp_path).examine(RECIPE).problems
+
+
 @pytest.mark.slow
 def test_an_environment_is_installed_examined_and_repaired(tmp_path: Path) -> None:
     venv = EngineVenv(tmp_path / "made")

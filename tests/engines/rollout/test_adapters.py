@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -276,7 +277,29 @@ async def test_other_target_modules_or_an_old_version_are_named(
         await fetch_into(engine, publish(2, tensors=fewer), transport=transport)
     adapters = engine._running().decoder.adapters
     with pytest.raises(WeightVersionError, match="does not follow version 1"):
-        adapters.prepare([(newest, {})], version=2, weights=0)
+        adapters.prepare([(newest, {})], version=2, weights=0, stop=threading.Event())
+
+
+async def test_a_cancelled_prepare_prepares_nothing(
+    engine: TransformersEngine, publish: Publish, transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, began, goes_on = ModelTensors.check_adapter, threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any, **options: Any) -> list[str]:
+        began.set()
+        goes_on.wait(10.0)
+        return check(*arguments, **options)
+
+    monkeypatch.setattr(ModelTensors, "check_adapter", slowly)
+    fetching = asyncio.ensure_future(fetch_into(engine, publish(1), transport=transport))
+    await asyncio.to_thread(began.wait, 10.0)
+    fetching.cancel()
+    await asyncio.sleep(0)
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    with pytest.raises(WeightVersionError, match="none is prepared"):
+        await engine.commit_weights(1)
 
 
 async def test_the_weights_of_another_base_are_found_by_their_checksums(

@@ -1,15 +1,16 @@
-"""Pauses of the SGLang engine, step by step, with a fake SGLang that samples when the test says so."""
+"""Pauses of the SGLang engine, step by step, with a fake SGLang that samples and answers when the test says so."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, WeightError
 from asyncrl.interfaces import Generation, GenerationRequest
 from engines.rollout.request import ModelTokens
 from engines.rollout.sglang.engine import SGLangEngine
@@ -20,10 +21,16 @@ Collect = Callable[..., Any]
 
 
 class FakeSGLang:
-    """SGLang's control and its manager: an endless queue until :meth:`sample`, then all tokens at once."""
+    """SGLang's control and its manager: an endless queue until :meth:`sample`, then all tokens at once.
+
+    Orders named ``slow`` wait for ``answers``, those named ``refused`` fail, and one that is cancelled has no effect.
+    """
 
     def __init__(self) -> None:
         self.manager = self
+        self.slow = self.refused = ""
+        self.ordered, self.answers = asyncio.Event(), asyncio.Event()
+        self.adapters: list[str] = []
         self.frozen = False
         self.log_prob = -1.0
         self.orders = 0
@@ -53,18 +60,37 @@ class FakeSGLang:
     def abort_request(self, name: str) -> None:
         self.aborted.append(name)
 
+    async def _order(self, name: str) -> None:
+        if name == self.slow:
+            self.ordered.set()
+            await self.answers.wait()
+        if name == self.refused:
+            raise WeightError(f"no {name}")
+
     async def freeze(self, mode: str) -> None:
+        await self._order("freeze")
         self.frozen = True
 
     async def wait_carried_out(self) -> None:
         pass
 
     async def thaw(self) -> None:
+        await self._order("thaw")
         self.frozen = False
 
     async def load(self, named: Any, *, version: int, flush: bool) -> None:
         assert self.frozen
+        await self._order("load")
         self._version = version
+
+    async def load_adapter(self, name: str, adapter: Any, tensors: Any) -> None:
+        assert name not in self.adapters
+        await self._order(f"load {name}")
+        self.adapters.append(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._order(f"unload {name}")
+        self.adapters.remove(name)
 
 
 class FakeStaged:
@@ -85,6 +111,9 @@ class FakeAdapters:
 
     def version_of(self, name: str, *, at: int) -> int:
         return self.serving.get(name, at)
+
+    def check(self, _: Any) -> None:
+        pass
 
     def committed(self, _: list[Any]) -> frozenset[str]:
         self.serving = {"a": 2, "b": 1}
@@ -163,6 +192,91 @@ async def test_a_request_that_begins_again_keeps_its_place(request_of: RequestOf
         done: list[Generation] = await asyncio.gather(first, second)
     assert [got.weight_versions for got in done] == [(2,) * 4, (1,) * 4]
     assert not engine._begun
+
+
+async def cancelled_before_the_answer(sglang: FakeSGLang, order: Awaitable[None], *, slow: str) -> None:
+    sglang.slow = slow
+    calling = asyncio.ensure_future(order)
+    await sglang.ordered.wait()
+    calling.cancel()
+    await settled()
+    sglang.answers.set()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+
+
+@pytest.mark.parametrize("slow", ["freeze", "load", "thaw"])
+@pytest.mark.usefixtures("plain_orders")
+async def test_a_commit_that_is_cancelled_after_it_began_has_happened(
+    request_of: RequestOf, collect: Collect, slow: str
+) -> None:
+    engine, sglang = await made()
+    running = asyncio.ensure_future(collect(engine, request_of("running", [1], 4)))
+    await settled()
+    await cancelled_before_the_answer(sglang, engine.commit_weights(1), slow=slow)
+    assert (engine.weight_version, sglang.frozen) == (1, False)
+    sglang.sample()
+    async with asyncio.timeout(5):
+        got: Generation = await running
+    assert got.weight_versions == (1,) * 4
+
+
+@pytest.mark.usefixtures("plain_orders")
+async def test_a_commit_that_did_not_begin_to_load_costs_no_request(request_of: RequestOf, collect: Collect) -> None:
+    engine, sglang = await made()
+    running = asyncio.ensure_future(collect(engine, request_of("running", [1], 4)))
+    await settled()
+    sglang.refused = "freeze"
+    with pytest.raises(WeightError, match="no freeze"):
+        await engine.commit_weights(1)
+    sglang.sample()
+    async with asyncio.timeout(5):
+        got: Generation = await running
+    assert got.weight_versions == (0,) * 4
+
+
+async def test_a_pause_and_a_resume_that_are_cancelled_have_happened() -> None:
+    engine, sglang = await made()
+    await cancelled_before_the_answer(sglang, engine.pause(), slow="freeze")
+    assert (sglang.frozen, engine._paused) == (True, True)
+    sglang.ordered.clear()
+    sglang.answers.clear()
+    await cancelled_before_the_answer(sglang, engine.resume(), slow="thaw")
+    assert (sglang.frozen, engine._paused) == (False, False)
+
+
+async def test_an_adapter_is_freed_though_the_caller_that_ordered_it_is_cancelled() -> None:
+    engine, sglang = await made()
+    adapters: Any = FakeAdapters()
+    engine._adapters, engine._replaced, sglang.adapters = adapters, ["a@1"], ["a@1"]
+    parts: Any = [(SimpleNamespace(adapter=None), {})]
+    sglang.slow = "unload a@1"
+    preparing = asyncio.ensure_future(engine.prepare_adapters(parts, version=2))
+    await sglang.ordered.wait()
+    preparing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    later = asyncio.ensure_future(engine.prepare_adapters(parts, version=3))
+    await settled()
+    assert not later.done(), "SGLang loads none meanwhile"
+    sglang.answers.set()
+    await later
+    assert sglang.adapters == []
+
+
+async def test_a_commit_of_adapters_that_fails_can_be_repeated() -> None:
+    engine, sglang = await made()
+    adapters: Any = FakeAdapters()
+    engine._adapters, sglang.adapters = adapters, ["a@1", "b@1"]
+    parts = [(SimpleNamespace(version=2, adapter=SimpleNamespace(name=name)), {}) for name in "ac"]
+    prepared: Any = (2, parts)
+    engine._prepared, sglang.refused = prepared, "load c@2"
+    with pytest.raises(WeightError, match="no load c@2"):
+        await engine.commit_weights(2)
+    assert (sglang.adapters, engine.weight_version) == (["a@1", "b@1"], 0)
+    sglang.refused = ""
+    await engine.commit_weights(2)
+    assert (sglang.adapters, engine._replaced) == (["a@1", "b@1", "a@2", "c@2"], ["a@1"])
 
 
 @pytest.mark.usefixtures("plain_orders")

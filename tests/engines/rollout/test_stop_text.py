@@ -21,9 +21,9 @@ def decode_words(tokens: Sequence[int]) -> str:
 
 
 def first_stop(
-    stop: Sequence[str], prompt: Sequence[int], sampled: Sequence[int], decode: object = decode_bytes
+    stop: Sequence[str], prompt: Sequence[int], sampled: Sequence[int], decode: object = decode_bytes, passed: int = 0
 ) -> int:
-    watch = StopText(stop, decode=decode, prompt=prompt)  # type: ignore[arg-type]
+    watch = StopText(stop, decode=decode, prompt=prompt, passed=passed)  # type: ignore[arg-type]
     tokens = list(prompt)
     for n, token in enumerate(sampled):
         tokens.append(token)
@@ -69,6 +69,7 @@ def test_bytes_that_never_become_a_character_hide_nothing() -> None:
 def test_a_space_between_words_is_text() -> None:
     assert first_stop(["b c"], [0], [1, 2], decode_words) == 1
     assert first_stop([" b"], [0], [1, 2], decode_words) == 0
+    assert first_stop([" c"], [0], [1, 2], decode_words, passed=1) == 1
 
 
 @settings(max_examples=300, deadline=None)

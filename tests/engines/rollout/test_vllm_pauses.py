@@ -1,5 +1,5 @@
 """Pauses of the vLLM engine that are cancelled half-way, with a fake vLLM whose orders take effect at once and are
-answered when the test says so.
+answered when the test says so; and a start that fails before vLLM's first request.
 """
 
 from __future__ import annotations
@@ -116,3 +116,20 @@ async def test_an_order_ends_when_vllm_ends_before_it_answers(cancelled: bool) -
         pausing.cancel()
     with pytest.raises(asyncio.CancelledError if cancelled else EngineError):
         await asyncio.wait_for(pausing, 5)
+
+
+async def test_a_start_that_fails_before_the_first_request_says_why_and_shuts_vllm_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shut: list[bool] = []
+
+    async def update_weight_version(version: str) -> None:
+        raise RuntimeError("the engine core died")
+
+    llm = SimpleNamespace(
+        output_handler=None, update_weight_version=update_weight_version, shutdown=lambda: shut.append(True)
+    )
+    monkeypatch.setattr("engines.rollout.vllm.engine.start", lambda settings, folder: SimpleNamespace(llm=llm))
+    with pytest.raises(EngineError, match="vLLM did not start: RuntimeError: the engine core died"):
+        await VLLMEngine("model").start()
+    assert shut == [True]

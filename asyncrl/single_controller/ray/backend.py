@@ -678,7 +678,6 @@ class RayWorkerGroup(WorkerGroup):
             message, refs = self._encoder.encode(call, sequence)
             items = method.remote(message, *refs)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
-            self._skip(rank, sequence)
             raise DispatchError(f"an argument of {self.name}.{call.method} cannot be pickled: {error}") from error
         with self._count_lock:
             self._active_calls_of[rank] += 1

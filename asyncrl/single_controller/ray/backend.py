@@ -91,7 +91,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     def of(made: ClassWithInitArgs) -> RayClassWithInitArgs:
         if isinstance(made, RayClassWithInitArgs):
             return made
-        return RayClassWithInitArgs(made.cls, *made.args, **made.kwargs)
+        return RayClassWithInitArgs(made.cls, *made.args, **made.kwargs).options(**made.actor_options)
 
     def options(self, **options: Any) -> RayClassWithInitArgs:
         """Return a copy with these options added.

@@ -199,6 +199,7 @@ class RayReply:
     ref: ray.ObjectRef[Any]
     _block: RayValue | None
     _invocation: Invocation
+    _counted: bool = False
 
     def watch(self) -> None:
         # What ObjectRef.future() uses, without a Future for each rank.
@@ -217,7 +218,9 @@ class RayReply:
                 value = decode_reply(value)
             except Exception as error:  # noqa: BLE001  raised here it would be lost, and the call would never end
                 value = AttemptLost(error)
-        self._group._count_reply(self._rank, self._keeping, small=small)
+        if not self._counted:  # a blocking thread that is interrupted has it delivered again
+            self._counted = True
+            self._group._count_reply(self._rank, self._keeping, small=small)
         self._invocation.handle_reply(self._rank, value, block)
 
     def _lost(self, error: ray.exceptions.RayError) -> AttemptLost:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import random
 import subprocess
 import sys
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from blockbuster import blockbuster_ctx
@@ -148,6 +150,57 @@ async def test_nothing_blocks_and_nothing_is_left_behind(caplog: pytest.LogCaptu
     assert values == [0, 4, 8, 12, 16]
     assert len(group._owner) == 0
     assert caplog.records == []
+
+
+class Sleeper(Worker):
+    """Sleeps until it is cancelled; ``began`` and ``ended`` have the numbers of the calls, for any thread."""
+
+    def __init__(self, began: set[int], ended: set[int], changed: threading.Condition) -> None:
+        super().__init__()
+        self.began, self.ended, self.changed = began, ended, changed
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    async def sleep(self, number: int) -> None:
+        self.note(self.began, number)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.note(self.ended, number)
+
+    def note(self, numbers: set[int], number: int) -> None:
+        with self.changed:
+            numbers.add(number)
+            self.changed.notify_all()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    async def nothing(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_law_a_call_that_another_thread_cancels_ends_though_nothing_else_wakes_the_loop(seed: int) -> None:
+    numbers = random.Random(seed).sample(range(10), 10)
+    began: set[int] = set()
+    ended: set[int] = set()
+    changed = threading.Condition()
+    with LocalWorkerGroup(ClassWithInitArgs(Sleeper, began, ended, changed)) as group:
+        loop = group._loop.loop
+        loop.set_debug(True)  # then it refuses what another thread does to its tasks
+        try:
+            calls = [group.sleep(number) for number in range(10)]
+            for number in numbers[:5]:  # begun or not
+                assert calls[number].cancel()
+            with changed:
+                assert changed.wait_for(lambda: began >= set(numbers[5:]), 5.0)
+            for number in numbers[5:]:
+                assert calls[number].cancel()
+            with changed:
+                assert changed.wait_for(lambda: ended >= set(numbers[5:]), 5.0)
+            group.nothing().result(5.0)  # what was called before it has begun, or never will
+            with changed:
+                assert changed.wait_for(lambda: ended == began, 5.0)
+        finally:
+            loop.set_debug(False)
 
 
 @pytest.mark.slow

@@ -27,7 +27,8 @@ class _Killed(Exception):
 class LocalWorkerGroup(WorkerGroup):
     """Workers in this process. Methods behave as on Ray, except that Python objects among the arguments are shared.
 
-    Synchronous methods of a rank run in a thread of that rank, ``async def`` methods on the controller loop.
+    Synchronous methods of a rank run in a thread of that rank, ``async def`` methods on the controller loop. Batches,
+    tensors and arrays among the arguments are copied.
 
         >>> with LocalWorkerGroup(ClassWithInitArgs(Greeter), world_size=2) as greeters:
         ...     greeters.greet("hi").result()

@@ -46,6 +46,10 @@ class Clockwork(Worker):
         assert batch.batch is not None
         return DataProto.from_dict(tensors={"x": batch.batch["x"] * 2})
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def take(self, values: dict[str, Any]) -> dict[str, Any]:
+        return values
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def malform(self, batch: DataProto) -> DataProto:
         batch.non_tensor_batch["x"] = [1]  # type: ignore[assignment]
@@ -98,6 +102,20 @@ async def test_a_batch_that_is_malformed_is_an_error() -> None:
                 await group.malform(DataProto.from_dict(tensors={"x": torch.arange(2)}))
         assert caught.value.origin is not None
         assert caught.value.origin.arguments == "(1 rows: x int64)"
+
+
+async def test_what_the_caller_changes_later_is_not_seen() -> None:
+    async with on_this_loop(world_size=1) as group:
+        array, tensor, parameter = np.zeros(2), torch.zeros(2), torch.zeros(2, requires_grad=True)
+        taking = group.take({"array": array, "tensors": [tensor, parameter]})
+        array += 1
+        tensor += 1
+        with torch.no_grad():
+            parameter += 1
+        ((taken,)) = await taking
+        assert taken["array"].tolist() == [0.0, 0.0]
+        assert [each.tolist() for each in taken["tensors"]] == [[0.0, 0.0], [0.0, 0.0]]
+        assert [each.requires_grad for each in taken["tensors"]] == [False, True]
 
 
 async def test_waiting_without_await_says_what_to_do() -> None:

@@ -83,11 +83,12 @@ CREATE TABLE unfinished (
 ) STRICT;
 
 CREATE VIEW batches AS
+  WITH resumed AS MATERIALIZED (SELECT sequence, step FROM events WHERE kind = 'resumed')
   SELECT e.step, json_extract(e.body, '$.position') AS position, e.group_id,
          row_number() OVER (PARTITION BY e.group_id ORDER BY e.sequence) - 1 AS use, e.sequence
   FROM events e
   WHERE e.kind IN ('consumed', 'reused')
-    AND NOT EXISTS (SELECT 1 FROM events r WHERE r.kind = 'resumed' AND r.sequence > e.sequence AND r.step < e.step);
+    AND NOT EXISTS (SELECT 1 FROM resumed r WHERE r.sequence > e.sequence AND r.step < e.step);
 
 CREATE VIEW groups AS
   WITH result AS (

@@ -11,8 +11,8 @@ worker returned them until a trainer rank fetches them. Smaller ones travel in t
 The contract is that of :class:`asyncrl.interfaces.ReplayBuffer`. The distance adds:
 
 - :meth:`~RemoteReplayBuffer.put` and the other calls that do not wait send a message and return; the worker executes
-  them in order. If one of them is not legal, or raises, the buffer is closed with that error: the next call raises it,
-  and so does every wait.
+  them in order. If one of them is not legal, raises, or does not reach the worker, the buffer is closed with that
+  error: the next call raises it, and so does every wait.
 - :meth:`~RemoteReplayBuffer.statistics` and the listeners of drops follow with the updates, within a round trip;
   :meth:`~RemoteReplayBuffer.settled` waits for everything that was sent.
 - A wait that is cancelled changes nothing, even if its result was on the way: the worker takes it back.
@@ -23,6 +23,7 @@ The contract is that of :class:`asyncrl.interfaces.ReplayBuffer`. The distance a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import traceback
@@ -31,8 +32,16 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.errors import AsyncRLError, BufferClosedError, DeadlineError, InfrastructureError, WorkerError
+from asyncrl.errors import (
+    AsyncRLError,
+    BufferClosedError,
+    DeadlineError,
+    GroupClosedError,
+    InfrastructureError,
+    WorkerError,
+)
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBufferStatistics, SelectedGroup
+from asyncrl.runtime import ControllerLoop
 from asyncrl.single_controller import Dispatch, Worker, register
 from buffers.replay import AsyncReplayBuffer
 
@@ -199,6 +208,8 @@ class RemoteReplayBuffer:
         self._received: list[int] = []
         self._error: BaseException | None = None
         self._closed = False
+        self._unfinished: set[Any] = set()
+        """Calls of ``execute`` that have not ended."""
 
     # --------------------------------------------------------------------------------------------------------- worker
 
@@ -207,6 +218,7 @@ class RemoteReplayBuffer:
 
     async def attach(self, group: Any) -> None:
         self._group = group
+        self._loop = ControllerLoop.current()
         self._following = asyncio.create_task(self._follow(), name="updates of the buffer")
 
     async def aclose(self) -> None:
@@ -230,12 +242,18 @@ class RemoteReplayBuffer:
                         listener(dropped)
                 self._notify()
         except Exception as error:  # noqa: BLE001  raised by the next call
-            self._error = self._error or error
-            self._closed = True
-            if not isinstance(error, InfrastructureError):
-                self._group.close_buffer(f"{type(error).__name__}: {error}")
+            self._fail(error)
         finally:
             self._notify()
+
+    def _fail(self, error: BaseException) -> None:
+        """Close the buffer, here and in the worker, with the first error: the next call raises it."""
+        self._closed = True
+        if self._error is None:
+            self._error = error
+            with contextlib.suppress(GroupClosedError):
+                # A worker that has died does not answer: its error is known.
+                self._group.close_buffer(f"{type(error).__name__}: {error}").outcome.error()
 
     def _notify(self) -> None:
         updated, self._updated = self._updated, asyncio.Event()
@@ -294,10 +312,10 @@ class RemoteReplayBuffer:
         """
         if self._error is None:
             self._send("")  # when this is executed, all before it is
-        wanted = self._sent
+        wanted, unfinished = self._sent, set(self._unfinished)
         try:
             async with asyncio.timeout(timeout_s):
-                while self._executed < wanted and self._error is None:
+                while (self._executed < wanted or unfinished & self._unfinished) and self._error is None:
                     await self._updated.wait()
         except TimeoutError:
             why = f"the buffer's worker to execute {wanted - self._executed} of {wanted} operations"
@@ -363,7 +381,16 @@ class RemoteReplayBuffer:
     def _send(self, operation: str, *arguments: Any, **options: Any) -> None:
         self._check(operation, also_closed=operation in ("", "release", "drop", "restore"))
         self._sent += 1
-        self._group.execute(self._sent, operation, arguments, options)
+        call = self._group.execute(self._sent, operation, arguments, options)
+        self._unfinished.add(call)
+        call.add_done_callback(lambda ended: self._loop.notify(self._end, ended))
+
+    def _end(self, call: Any) -> None:
+        """Note the end of a call of ``execute``. It fails only if it has not reached the worker."""
+        self._unfinished.discard(call)
+        if call.outcome.state == "failed":
+            self._fail(call.outcome.error())
+        self._notify()
 
     def _check(self, call: str, *, also_closed: bool = False) -> None:
         if self._group is None:

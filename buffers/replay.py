@@ -309,7 +309,7 @@ class AsyncReplayBuffer:
                 del self._requests[ticket]
             while self._admissions:
                 group_id, admission = next(iter(self._admissions.items()))
-                if not self._may_admit(again=admission.again):
+                if not admission.future.done() and not self._may_admit(again=admission.again):
                     break
                 del self._admissions[group_id]
                 if not admission.future.done():

@@ -68,7 +68,10 @@ def _dense_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def arrays_equal(left: Array, right: Array) -> bool:
-    """Whether dtype, shape and bits are the same; elements of object arrays are compared by :func:`values_equal`."""
+    """Whether dtype (the width of text aside), shape and bits are the same.
+
+    Elements of object arrays are compared by :func:`values_equal`.
+    """
     return _arrays_equal(left, right, ())
 
 
@@ -81,7 +84,8 @@ def values_equal(left: object, right: object) -> bool:
 
 
 def _arrays_equal(left: Array, right: Array, inside: _Pairs) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
+    is_text = left.dtype.kind in "US" and left.dtype.kind == right.dtype.kind
+    if left.shape != right.shape or (left.dtype != right.dtype and not is_text):
         return False
     if left.dtype == object:
         inside = (*inside, (id(left), id(right)))

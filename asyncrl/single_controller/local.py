@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from asyncrl.data.plan import Header, Plan
@@ -27,7 +27,8 @@ class _Killed(Exception):
 class LocalWorkerGroup(WorkerGroup):
     """Workers in this process. Methods behave as on Ray, except that Python objects among the arguments are shared.
 
-    Synchronous methods of a rank run in a thread of that rank, ``async def`` methods on the controller loop.
+    Synchronous methods of a rank run in a thread of that rank, ``async def`` methods on the controller loop. Batches,
+    tensors and arrays among the arguments are copied.
 
         >>> with LocalWorkerGroup(ClassWithInitArgs(Greeter), world_size=2) as greeters:
         ...     greeters.greet("hi").result()
@@ -168,10 +169,17 @@ class LocalWorkerGroup(WorkerGroup):
         return self._death(rank, method) if isinstance(error, _Killed) else error
 
     def _cancel(self, rank: int, sequence: int) -> None:
-        self._hosts[rank].cancel(sequence)
+        self._on_loop(self._hosts[rank].cancel, sequence)
 
     def _skip(self, rank: int, sequence: int) -> None:
-        self._hosts[rank].skip(sequence)
+        self._on_loop(self._hosts[rank].skip, sequence)
+
+    def _on_loop(self, change: Callable[[int], None], sequence: int) -> None:
+        """Change a host where its tasks run: another thread would not wake the loop, and would race with it."""
+        if self._loop.is_here:
+            change(sequence)
+        else:
+            self._loop.notify(change, sequence)
 
     def _store(self, value: Any) -> Any:
         # Copied, as on Ray: the caller may write into its own batch.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 
 from asyncrl.data.codec import Encoded
 from asyncrl.data.columns import chunk_bounds
@@ -161,7 +162,7 @@ class Scatter:
         return self.shares
 
     def snapshot(self) -> None:
-        """Copy the batches that the caller still shares, and may change."""
+        """Copy the batches, tensors and arrays that the caller still shares, and may change."""
         if self._listed is not None:
             self._listed = [_mapped(each, _copied) for each in self._listed]
         else:
@@ -207,6 +208,10 @@ def _copied(leaf: Any) -> Any:
         return _Parts([_copied(part) for part in leaf.parts])
     if isinstance(leaf, DataProto):
         return leaf.clone()
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
     return leaf.own() if isinstance(leaf, Encoded) else leaf
 
 

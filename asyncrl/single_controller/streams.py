@@ -127,7 +127,12 @@ class StreamInvocation(Invocation):
             for rank, each in enumerate(arguments):
                 sequence = group._order.take_sequence(rank)
                 self._sequences.append(sequence)
-                self._ranks.append(group._open_stream(rank, self._call_with(each), sequence))
+                try:
+                    stream = group._open_stream(rank, self._call_with(each), sequence)
+                except BaseException:
+                    group._skip(rank, sequence)
+                    raise
+                self._ranks.append(stream)
         except BaseException:
             for stream in self._ranks:
                 stream.leave()

@@ -116,6 +116,22 @@ def test_an_archive_has_every_batch_and_the_processes_that_trained(tmp_path: Pat
         SQLiteLedger.archive(tmp_path / "other.sqlite")
 
 
+def test_the_work_of_a_query_grows_as_the_ledger_does(tmp_path: Path):
+    def work(steps: int) -> int:
+        path = tmp_path / f"{steps}.sqlite"
+        with SQLiteLedger(path) as ledger:
+            for step in range(1, steps + 1):
+                roll_out(ledger, step)
+                ledger.append(Consumed(group_id=step, step=step, position=0))
+        ticks: list[None] = []
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.set_progress_handler(lambda: ticks.append(None), 100)  # instructions of SQLite's machine
+            assert len(connection.execute("SELECT step FROM rows").fetchall()) == 2 * steps
+        return len(ticks)
+
+    assert work(200) < 3 * work(100)
+
+
 def test_an_archive_has_no_rows_of_an_attempt_that_was_lost(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     with SQLiteLedger(path, threaded=False) as ledger:

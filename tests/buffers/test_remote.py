@@ -15,9 +15,11 @@ import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import (
+    AsyncRLError,
     BufferClosedError,
     ConfigError,
     DeadlineError,
+    EngineError,
     InvalidDataError,
     LedgerError,
     WorkerDiedError,
@@ -27,6 +29,7 @@ from asyncrl.interfaces import DroppedGroup, GroupSummary, OutOfProcessReplayBuf
 from asyncrl.ledger import Completed, Consumed, Dispatched, Issued
 from asyncrl.plugins import make_part
 from asyncrl.rollout.trajectory import Trajectory, encode_rows
+from asyncrl.runtime import ControllerLoop
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from asyncrl.single_controller.local import LocalWorkerGroup
 from buffers.ledger import SQLiteLedger
@@ -255,6 +258,24 @@ async def test_any_error_of_a_call_in_the_worker_ends_every_wait():
             with pytest.raises(WorkerError, match="put of the buffer raised LookupError") as caught:
                 await buffer.settled()
             assert 'raise LookupError("no such index")' in caught.value.remote_traceback
+
+
+@pytest.mark.parametrize("error", [InvalidDataError, EngineError])
+async def test_an_operation_that_does_not_reach_the_worker_ends_every_wait(error: type[AsyncRLError]):
+    """Whatever its error, the worker lives and waits, and has to be told."""
+    rows = DataProtoFuture(ControllerLoop.default(), "rows")
+    rows.outcome.fail(error("no rows"))
+    async with remote(capacity=2, max_staleness=1) as buffer:
+        taking = asyncio.ensure_future(buffer.select(1, weight_version=0))
+        await buffer.admit(0)
+        buffer.put(summary(0), rows)
+        async with asyncio.timeout(10):
+            with pytest.raises(AsyncRLError, match="no rows"):
+                await buffer.settled()
+            with pytest.raises(AsyncRLError, match="no rows"):
+                await taking
+            with pytest.raises(AsyncRLError, match="no rows"):
+                await buffer.admit(1)
 
 
 async def test_closing_ends_every_wait_with_the_cause(place: Place):

@@ -217,6 +217,20 @@ def test_a_closed_coroutine_returns_its_groups():
     asyncio.run(story())
 
 
+async def test_an_admission_that_has_expired_makes_no_room():
+    buffer = AsyncReplayBuffer(
+        capacity=1, max_staleness=9, selection="fifo_ready", max_uses=3, samples_per_insert=1.0, insert_tolerance=1.0
+    )
+    await buffer.admit(0)
+    waiting = asyncio.ensure_future(buffer.admit(1, timeout_s=60.0))
+    await turn()
+    buffer._expire(buffer._admissions[1], 60.0)
+    buffer.put(summary(0), ROWS, uses=2)  # before the expired call runs; its share is had, so it could make room
+    with pytest.raises(DeadlineError):
+        await waiting
+    assert (buffer.statistics().ready, dict(buffer.statistics().dropped)) == (1, {})
+
+
 def test_a_deadline_error_names_what_was_waited_for():
     async def story() -> None:
         buffer = await full_buffer(2, put=False)

@@ -387,6 +387,21 @@ def test_union_compares_bits() -> None:
         )
 
 
+@pytest.mark.parametrize("kind", ["U", "S"])
+def test_the_width_of_text_makes_no_difference(kind: str) -> None:
+    wide, narrow, other = (
+        DataProto.from_dict(non_tensors={"name": np.array(names).astype(kind)})
+        for names in (["a", "b", "a long name"], ["a", "b"], ["a", "c"])
+    )
+    assert wide[:2] == narrow
+    assert wide[:2].union(narrow) == narrow
+    assert narrow != other
+    with pytest.raises(SchemaError, match="differ"):
+        wide[:2].union(other)
+    text, octets = (DataProto.from_dict(non_tensors={"name": np.array(["a"]).astype(each)}) for each in "US")
+    assert text != octets
+
+
 def test_with_columns_makes_a_new_batch() -> None:
     data = made(2)
     more = data.with_columns(advantages=torch.ones(2), tags=["a", ["b"]], rewards=[torch.ones(1), torch.ones(2)])

@@ -41,6 +41,25 @@ def test_a_cluster_is_started_unless_an_address_is_given(
         assert options.get("num_cpus") == (3 if joined == "local" else None)
 
 
+def test_the_logs_of_a_resumed_run_are_those_of_its_own_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = [tmp_path / name for name in ("rebooted", "second", "third")]
+    for session in sessions[1:]:
+        (session / "logs").mkdir(parents=True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    for session in sessions:  # the first one's folder is gone when the second process starts
+        joined = SimpleNamespace(address_info={"session_dir": str(session)})
+        monkeypatch.setattr(ray, "init", lambda joined=joined, **_: joined)
+        with RayCluster(address="10.0.0.1:6379", log_folder=tmp_path):
+            assert (tmp_path / "ray").readlink() == session / "logs"
+    (tmp_path / "ray").unlink()
+    (tmp_path / "ray").mkdir()
+    with RayCluster(address="10.0.0.1:6379", log_folder=tmp_path):
+        assert not (tmp_path / "ray").is_symlink(), "a folder is left alone"
+
+
 def test_a_start_that_fails_is_an_error_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**given: Any) -> SimpleNamespace:
         raise Exception("The current node timed out during startup.")

@@ -276,5 +276,8 @@ def test_options_of_actors_are_put_together() -> None:
     together = create_colocated_worker_cls({"actor": actor, "critic": critic})
     assert together.actor_options == {"num_cpus": 1, "env_vars": {"A": 1, "B": 2}}
     assert (actor.actor_options["env_vars"], critic.actor_options) == ({"A": 1}, {"env_vars": {"B": 2}})
+    plain = ClassWithInitArgs(Critic)  # the class that is made is as plain as the first role's
+    mixed = create_colocated_worker_cls({"critic": plain, "actor": actor})
+    assert RayClassWithInitArgs.of(mixed).actor_options == {"num_cpus": 1, "env_vars": {"A": 1}}
     with pytest.raises(ResourceError, match="role 'critic' has A=2 and another role"):
         create_colocated_worker_cls({"actor": actor, "critic": critic.options(env_vars={"A": 2})})

@@ -241,6 +241,35 @@ def test_attaching_does_not_wait_forever_for_a_worker_without_resources() -> Non
         RayWorkerGroup.attach("stuck")
 
 
+def test_attaching_to_a_group_whose_last_worker_has_died_leaves_the_others_running() -> None:
+    group = made()
+    assert group.add().result(TIMEOUT_S) == [11, 11]
+    ray.kill(group._actors.handles[1])
+    while len(names_of("counters")) > 1:  # Ray kills soon, not at once
+        time.sleep(0.05)
+    with pytest.raises(ResourceError, match=r"rank 1 of the detached group 'counters' has died"):
+        RayWorkerGroup.attach("counters")
+    assert len(names_of("counters")) == 1
+    assert RayWorkerGroup.end_detached("counters") == 1
+
+
+class Slow(Worker):
+    """Is constructed for longer than anything here waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        time.sleep(600)
+
+
+def test_attaching_to_a_group_that_is_still_being_created_is_refused() -> None:
+    RayWorkerGroup(RayResourcePool([2], detached=True), RayClassWithInitArgs(Slow), name="counters", detached=True)
+    while len(names_of("counters")) < 2:
+        time.sleep(0.05)
+    with pytest.raises(ResourceError, match="'counters' is incomplete: its workers are still being created"):
+        RayWorkerGroup.attach("counters")
+    assert RayWorkerGroup.end_detached("counters") == 2
+
+
 def add_for_ever(group: RayWorkerGroup) -> None:
     while True:
         group.add().result(TIMEOUT_S)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import random
 import subprocess
 import sys
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from blockbuster import blockbuster_ctx
@@ -43,6 +45,10 @@ class Clockwork(Worker):
     def double(self, batch: DataProto) -> DataProto:
         assert batch.batch is not None
         return DataProto.from_dict(tensors={"x": batch.batch["x"] * 2})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def take(self, values: dict[str, Any]) -> dict[str, Any]:
+        return values
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def malform(self, batch: DataProto) -> DataProto:
@@ -98,6 +104,20 @@ async def test_a_batch_that_is_malformed_is_an_error() -> None:
         assert caught.value.origin.arguments == "(1 rows: x int64)"
 
 
+async def test_what_the_caller_changes_later_is_not_seen() -> None:
+    async with on_this_loop(world_size=1) as group:
+        array, tensor, parameter = np.zeros(2), torch.zeros(2), torch.zeros(2, requires_grad=True)
+        taking = group.take({"array": array, "tensors": [tensor, parameter]})
+        array += 1
+        tensor += 1
+        with torch.no_grad():
+            parameter += 1
+        ((taken,)) = await taking
+        assert taken["array"].tolist() == [0.0, 0.0]
+        assert [each.tolist() for each in taken["tensors"]] == [[0.0, 0.0], [0.0, 0.0]]
+        assert [each.requires_grad for each in taken["tensors"]] == [False, True]
+
+
 async def test_waiting_without_await_says_what_to_do() -> None:
     async with on_this_loop() as group:
         with pytest.raises(RuntimeError, match="use `await future` there"):
@@ -148,6 +168,57 @@ async def test_nothing_blocks_and_nothing_is_left_behind(caplog: pytest.LogCaptu
     assert values == [0, 4, 8, 12, 16]
     assert len(group._owner) == 0
     assert caplog.records == []
+
+
+class Sleeper(Worker):
+    """Sleeps until it is cancelled; ``began`` and ``ended`` have the numbers of the calls, for any thread."""
+
+    def __init__(self, began: set[int], ended: set[int], changed: threading.Condition) -> None:
+        super().__init__()
+        self.began, self.ended, self.changed = began, ended, changed
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    async def sleep(self, number: int) -> None:
+        self.note(self.began, number)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.note(self.ended, number)
+
+    def note(self, numbers: set[int], number: int) -> None:
+        with self.changed:
+            numbers.add(number)
+            self.changed.notify_all()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    async def nothing(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_law_a_call_that_another_thread_cancels_ends_though_nothing_else_wakes_the_loop(seed: int) -> None:
+    numbers = random.Random(seed).sample(range(10), 10)
+    began: set[int] = set()
+    ended: set[int] = set()
+    changed = threading.Condition()
+    with LocalWorkerGroup(ClassWithInitArgs(Sleeper, began, ended, changed)) as group:
+        loop = group._loop.loop
+        loop.set_debug(True)  # then it refuses what another thread does to its tasks
+        try:
+            calls = [group.sleep(number) for number in range(10)]
+            for number in numbers[:5]:  # begun or not
+                assert calls[number].cancel()
+            with changed:
+                assert changed.wait_for(lambda: began >= set(numbers[5:]), 5.0)
+            for number in numbers[5:]:
+                assert calls[number].cancel()
+            with changed:
+                assert changed.wait_for(lambda: ended >= set(numbers[5:]), 5.0)
+            group.nothing().result(5.0)  # what was called before it has begun, or never will
+            with changed:
+                assert changed.wait_for(lambda: ended == began, 5.0)
+        finally:
+            loop.set_debug(False)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from asyncrl.single_controller.call import Arguments, Call, Failed
 from asyncrl.single_controller.invocation import SIBLING_GRACE_S
 from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from asyncrl.single_controller.ray import host as host_module
+from asyncrl.single_controller.ray.backend import RayReply
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -158,6 +160,16 @@ def test_what_cannot_be_pickled_is_named_and_the_group_goes_on(group: RayWorkerG
     with pytest.raises(WorkerError, match=r"members\.give failed on rank"):
         group.give().result(TIMEOUT_S)
     assert group.take(3).result(TIMEOUT_S) == ["int", "int"]
+
+
+def test_a_reply_that_an_interrupted_thread_gets_again_is_counted_once() -> None:
+    counted, handled = [], []
+    group: Any = SimpleNamespace(_count_reply=lambda rank, keeping, *, small: counted.append(rank))
+    invocation: Any = SimpleNamespace(handle_reply=lambda rank, *reply: handled.append(rank))
+    reply = RayReply(group, 1, None, ray.put(None), None, invocation)
+    for _ in range(2):
+        reply(None)
+    assert (counted, handled) == ([1], [1, 1])  # the invocation drops the second one itself
 
 
 def test_a_reply_that_is_no_batch_fails_its_call() -> None:

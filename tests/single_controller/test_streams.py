@@ -155,6 +155,19 @@ async def test_one_rank_gives_plain_values(group: WorkerGroup) -> None:
         assert [loss async for loss in losses] == [1.0, 0.5]
 
 
+class Unsendable:
+    """An argument that cannot be pickled, for a reason of its own; nor is it a word."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("it does not travel")
+
+
+async def test_an_argument_that_cannot_be_sent_holds_up_no_later_call(group: WorkerGroup) -> None:
+    with pytest.raises((RuntimeError, WorkerError)):
+        await anext(group.letters(Unsendable()))
+    assert await asyncio.wait_for(anext(group.letters("ab")), TIMEOUT_S) == "a"
+
+
 async def test_what_came_before_an_error_is_given_first(group: WorkerGroup) -> None:
     stream = group.breaks()
     assert await anext(stream) == "first"
@@ -329,7 +342,6 @@ async def test_a_stream_that_one_rank_cannot_open_leaves_the_others(monkeypatch:
 
         def fails(rank: int, call: Any, sequence: int) -> Any:
             if rank == 1:
-                group._skip(rank, sequence)
                 raise DispatchError("an argument cannot be pickled")
             return open_stream(rank, call, sequence)
 

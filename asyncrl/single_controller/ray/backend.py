@@ -91,7 +91,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     def of(made: ClassWithInitArgs) -> RayClassWithInitArgs:
         if isinstance(made, RayClassWithInitArgs):
             return made
-        return RayClassWithInitArgs(made.cls, *made.args, **made.kwargs)
+        return RayClassWithInitArgs(made.cls, *made.args, **made.kwargs).options(**made.actor_options)
 
     def options(self, **options: Any) -> RayClassWithInitArgs:
         """Return a copy with these options added.
@@ -199,6 +199,7 @@ class RayReply:
     ref: ray.ObjectRef[Any]
     _block: RayValue | None
     _invocation: Invocation
+    _counted: bool = False
 
     def watch(self) -> None:
         # What ObjectRef.future() uses, without a Future for each rank.
@@ -217,7 +218,9 @@ class RayReply:
                 value = decode_reply(value)
             except Exception as error:  # noqa: BLE001  raised here it would be lost, and the call would never end
                 value = AttemptLost(error)
-        self._group._count_reply(self._rank, self._keeping, small=small)
+        if not self._counted:  # a blocking thread that is interrupted has it delivered again
+            self._counted = True
+            self._group._count_reply(self._rank, self._keeping, small=small)
         self._invocation.handle_reply(self._rank, value, block)
 
     def _lost(self, error: ray.exceptions.RayError) -> AttemptLost:
@@ -318,7 +321,7 @@ class RayWorkerGroup(WorkerGroup):
             raise ResourceError("Ray is not initialised: call ray.init(address=...) before attaching to worker groups")
         handles = detached_groups.find(name)
         try:
-            state: DetachedState = ray.get(handles[0].detached_state.remote(), timeout=timeout_s)
+            state: DetachedState | None = ray.get(handles[0].detached_state.remote(), timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
             raise DeadlineError(
                 f"rank 0 of the detached group {name!r} has not replied within {timeout_s:g} s; if it hangs, "
@@ -328,6 +331,13 @@ class RayWorkerGroup(WorkerGroup):
             ) from None
         except ray.exceptions.RayError as error:
             raise translate_error(error, group=name, rank=0, method="attach", node="") from error
+        if state is None:
+            raise ResourceError(
+                f"the detached group {name!r} is incomplete: its workers are still being created, or its program ended "
+                f"before they were; attach to it later, or end it with RayWorkerGroup.end_detached({name!r})"
+            )
+        if len(handles) < len(state.placements):  # names do not show that the last ranks are missing
+            raise detached_groups.has_died(name, len(handles))
         group = cls.__new__(cls)
         pool = DetachedPool(state.placements, group=name)
         init = ray_cls_with_init or state.init
@@ -444,9 +454,10 @@ class RayWorkerGroup(WorkerGroup):
             self._order.begin_at(numbers)
         self._put_init()
         self._nodes, self._contexts = list(state.nodes), list(state.contexts)
-        self._actors.handles, self._actors.pool = list(handles), self.resource_pool
         for rank, handle in enumerate(handles):
             self._watch_actor(rank, handle)
+        # Last: a start that fails frees these, and another program may use the workers.
+        self._actors.handles, self._actors.pool = list(handles), self.resource_pool
         return [None] * len(handles)
 
     async def _save_state(self, handles: Sequence[Handle]) -> None:
@@ -670,7 +681,6 @@ class RayWorkerGroup(WorkerGroup):
             message, refs = self._encoder.encode(call, sequence)
             items = method.remote(message, *refs)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
-            self._skip(rank, sequence)
             raise DispatchError(f"an argument of {self.name}.{call.method} cannot be pickled: {error}") from error
         with self._count_lock:
             self._active_calls_of[rank] += 1

@@ -165,8 +165,12 @@ class RayCluster:
                 return
 
     def _link_logs(self, session: Path) -> None:
+        """Replace the link of the run's earlier process, whose session may be gone; a folder of that name stays."""
         link = self._log_folder / "ray"
-        if session.is_absolute() and not link.exists():
+        if not session.is_absolute():
+            return
+        with contextlib.suppress(OSError):  # of a file system without links: the run goes on without this one
+            link.unlink(missing_ok=True)
             link.symlink_to(session / "logs", target_is_directory=True)
 
 

@@ -128,7 +128,11 @@ def _exists_already(group: str) -> str:
 
 
 def find(group: str) -> list[Handle]:
-    """Return the actors of a detached group, by rank; raise :class:`ResourceError` if it is missing or incomplete."""
+    """Return the actors of a detached group, by rank, up to the last that has a name.
+
+    Raises:
+        ResourceError: there is none, or one before the last is missing.
+    """
     names = sorted((name for name in _names() if name.group == group), key=lambda name: name.created)
     if not names:
         others = ", ".join(sorted({name.group for name in _names()})) or "none"
@@ -139,11 +143,15 @@ def find(group: str) -> list[Handle]:
         try:
             handles.append(_handle(latest[rank]))
         except (KeyError, ValueError):
-            raise ResourceError(
-                f"the worker of rank {rank} of the detached group {group!r} has died: end the rest with "
-                f"RayWorkerGroup.end_detached({group!r}) and create the group again"
-            ) from None
+            raise has_died(group, rank) from None
     return handles
+
+
+def has_died(group: str, rank: int) -> ResourceError:
+    return ResourceError(
+        f"the worker of rank {rank} of the detached group {group!r} has died: end the rest with "
+        f"RayWorkerGroup.end_detached({group!r}) and create the group again"
+    )
 
 
 def end(group: str) -> int:

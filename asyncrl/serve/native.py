@@ -376,13 +376,14 @@ async def _probe(state: ServerState) -> str:
 async def _generate_token(state: ServerState, request_id: str) -> str:
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
     request = GenerationRequest(request_id=request_id, prompt_token_ids=(0,), sampling=sampling, probe=True)
+    tokens = 0
     try:
         async with aclosing(cast(Any, state.replica_pool.generate(request))) as chunks:  # Any: an iterator to be closed
-            async for _ in chunks:
-                pass
+            async for chunk in chunks:
+                tokens += len(chunk.token_ids)
     except AsyncRLError as failure:
         return type(failure).__name__
-    return ""
+    return "" if tokens else "aborted"
 
 
 async def metrics(call: Call) -> web.StreamResponse:

@@ -123,10 +123,13 @@ async def test_a_tool_call_is_recognised_when_a_client_sends_it_back(serve, text
 
 
 HALF = '{"x": "\\ud83d"}'  # half of a character
+NUMBER = '{"x": [1e999]}'  # infinite
 DEEP = '{"x": ' + "[" * 900 + "]" * 900 + "}"
 
 
-@pytest.mark.parametrize("arguments", [HALF, DEEP, "[1]"], ids=["half a character", "deep", "no object"])
+@pytest.mark.parametrize(
+    "arguments", [HALF, NUMBER, DEEP, "[1]"], ids=["half a character", "number", "deep", "no object"]
+)
 async def test_a_call_that_cannot_be_encoded_again_is_text(serve, arguments):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     call = '<tool_call>{"name": "f", "arguments": ' + arguments + "}</tool_call><|end|>"

@@ -42,13 +42,14 @@ _canonical = msgspec.json.Encoder(order="deterministic")
 def _digests(messages: Sequence[Message], *, after: bytes) -> list[bytes]:
     """Return one digest per message, of the whole conversation up to and including it.
 
-    The ids of calls do not count, so an answer is recognised when a client sends it back.
+    The ids of calls do not count, nor the assistant's name, so an answer is recognised when a client sends it back.
     """
     digests = []
     for message in messages:
         role, content = message["role"], message.get("content") or ""
         calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
-        identity = _canonical.encode([role, content.strip() if role == "assistant" else content, calls])
+        said = (content.strip(), "") if role == "assistant" else (content, message.get("name") or "")
+        identity = _canonical.encode([role, *said, calls])
         after = hashlib.blake2b(after + identity, digest_size=16).digest()
         digests.append(after)
     return digests
@@ -314,7 +315,7 @@ class Sessions:
         """Return the session; an API error if this holder has none of that name."""
         session = self.get(name, holder)
         if session is None:
-            raise APIError(404, f"there is no session {name!r}")
+            raise _no_session(name)
         return session
 
     def add(self, session: Session, prompt: TurnPrompt, generation: Generation, message: Message) -> None:
@@ -331,17 +332,20 @@ class Sessions:
 
     @contextlib.contextmanager
     def ending(self, session: Session) -> Iterator[None]:
-        """Keep requests out of the session while the block runs, and drop the session if the block succeeds.
+        """Keep requests out of the session while the block runs; drop it if that succeeds, else it has been used.
 
         Raises:
-            APIError: a request of the session is running, or it is ending already.
+            APIError: it was dropped, a request of the session is running, or it is ending already.
         """
+        if self._sessions.get((session.holder, session.name)) is not session:
+            raise _no_session(session.name)
         self._check_idle(session)
         session.ending = True
         try:
             yield
         except BaseException:
             session.ending = False
+            self._touch(session)
             raise
         self._remove(session)
 
@@ -373,6 +377,10 @@ class Sessions:
                 self._touch(session)
             else:
                 self.drop(session)
+
+
+def _no_session(name: str) -> APIError:
+    return APIError(404, f"there is no session {name!r}")
 
 
 # --------------------------------------------------------------------------------------- where trajectories are kept

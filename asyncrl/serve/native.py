@@ -262,7 +262,6 @@ async def reward_session(call: Call) -> web.StreamResponse:
 async def _store(
     state: ServerState, sink: GroupedSink, session: Session, body: RewardRequest
 ) -> tuple[Trajectory, str]:
-    group = f"{session.holder}/{body.group}" if body.group else ""
     with state.sessions.ending(session):
         if body.turn_rewards and len(body.turn_rewards) != session.turns:
             raise APIError(400, f"there are {len(body.turn_rewards)} turn_rewards for {session.turns} turns")
@@ -270,7 +269,8 @@ async def _store(
             task={"session": session.name}, reward=body.reward, info=body.info, turn_rewards=body.turn_rewards
         )
         try:
-            return trajectory, await sink.put([trajectory], group=group, size=body.group_size)
+            kept = await sink.put([trajectory], group=body.group, holder=session.holder, size=body.group_size)
+            return trajectory, kept
         except DeadlineError as error:
             raise APIError(503, "the replay buffer is full; the session is kept", retry_after_s=30) from error
         except OSError as error:

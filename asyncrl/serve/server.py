@@ -157,7 +157,10 @@ class Server:
         """
         binding, hosts = self._binding, self._binding.allowed_hosts()
         allow_connections(self._state.limits.connections)
-        self._state.sessions.several_keys = binding.users is not None and len(binding.users) > 1
+        several_keys = binding.users is not None and len(binding.users) > 1
+        self._state.sessions.several_keys = several_keys
+        if self._state.capture is not None:
+            self._state.capture.several_keys = several_keys
         async with contextlib.AsyncExitStack() as undo:
             ports = undo.enter_context(contextlib.closing(self._ports or binding.bind()))
             control = undo.enter_context(_bound_unix(ports.control))

@@ -131,7 +131,7 @@ async def main(
                     )
                 )
                 history.append(sum(rewards) / len(rewards))
-                captured = {*(folder / "kept").iterdir()} - seen
+                captured = {*(folder / "kept").glob("*.asyncrl")} - seen
                 seen |= captured
                 await asyncio.to_thread(trainer.update, batch_of(sorted(captured)))
                 weights = folder / f"weights-{number}"

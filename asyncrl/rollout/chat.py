@@ -305,14 +305,15 @@ def tool_call_json(written: str) -> Any:
     """Return the value of JSON that a model or a client wrote.
 
     Raises:
-        ValueError: it is no JSON, deeper than 64 levels, or has text that UTF-8 cannot write (half of a character).
+        ValueError: it is no JSON (NaN and Infinity are none), deeper than 64 levels, or has text that UTF-8 cannot
+            write (half of a character).
     """
     try:
         value = json.loads(written)
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError("not JSON (text that UTF-8 cannot write)") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
     level = [value]
     for _ in range(_CALL_DEPTH):
@@ -331,7 +332,7 @@ def _call(written: str, *, number: int) -> dict[str, Any]:
     """Return one tool call in OpenAI's form; raise a ValueError, in words for the model, if it is none."""
     call = tool_call_json(written)
     arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         raise ValueError('a tool call is an object {"name": ..., "arguments": {...}}')
     function = {"name": call["name"], "arguments": arguments}
     return {"id": f"call_{number}", "type": "function", "function": function}

@@ -78,6 +78,7 @@ class AgentSession:
             names=(MODEL_NAME,),
             any_name=True,
             enforces_forms=enforces_forms,
+            decide_sampling=self._sampling,
             text=_text_of(policy.renderer),
             context_tokens=policy.max_seq_len,
             limits=Limits(
@@ -148,15 +149,21 @@ class AgentSession:
     async def generate(
         self, request: GenerationRequest, *, session: str | None = None, tenant: str = ""
     ) -> AsyncGenerator[GenerationChunk, None]:
-        """Sample a turn from the episode's engine, with the run's sampling parameters."""
+        """Sample a turn from the episode's engine."""
         del session, tenant
         number = self._turns
         if number >= self._policy.max_turns:
             self.refused += 1
             self._on_end()
             raise APIError(403, f"the episode has had its {self._policy.max_turns} turns (env.max_turns)")
-        sampling = self._sampling(request, number)
         self._turns += 1
+        most = min(request.sampling.max_new_tokens, self._policy.max_seq_len - len(request.prompt_token_ids))
+        sampling = replace(
+            request.sampling,
+            max_new_tokens=most,
+            min_tokens=min(request.sampling.min_tokens, most),
+            seed=derive_seed(self._policy.seed, "turn", number),
+        )
         own = replace(request, request_id=f"{self._policy.request_prefix}-{number}", sampling=sampling)
         stream = cast(AsyncGenerator[GenerationChunk, None], self._policy.engine.generate(own))
         try:
@@ -174,14 +181,14 @@ class AgentSession:
             self._on_end()
             raise
 
-    def _sampling(self, request: GenerationRequest, number: int) -> SamplingParams:
-        wanted, run = request.sampling, self._policy.sampling
+    def _sampling(self, wanted: SamplingParams) -> SamplingParams:
+        """Return the run's sampling parameters, with what an agent may ask for; an API error if it asks for more."""
+        run = self._policy.sampling
         neutral = SamplingParams(max_new_tokens=1)
         for name in _FORBIDDEN:
             if getattr(wanted, name) != getattr(neutral, name):
                 raise APIError(400, f"{name} is not served to an agent that is trained; leave it out")
-        room = self._policy.max_seq_len - len(request.prompt_token_ids)
-        most = min(wanted.max_new_tokens, run.max_new_tokens, room)
+        most = min(wanted.max_new_tokens, run.max_new_tokens)
         return replace(
             wanted,
             **{name: getattr(run, name) for name in _OF_THE_RUN},
@@ -193,7 +200,6 @@ class AgentSession:
             stop_token_ids=tuple(sorted({*wanted.stop_token_ids, *run.stop_token_ids})),
             max_new_tokens=most,
             min_tokens=min(run.min_tokens, most),
-            seed=derive_seed(self._policy.seed, "turn", number),
         )
 
 

@@ -14,7 +14,7 @@ from asyncrl.serve.call import Call, EventStream
 from asyncrl.serve.chat import ChatTurn, Form, Rendering, chat_form, reasoning_effort, render_prompt, tool_use
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Count, Ignored, Probability, SamplingFields, Temperature, Text, TopK, sampling_params
-from asyncrl.serve.text import Choice, ModelText, ParsedTurn
+from asyncrl.serve.text import Choice, ParsedTurn
 
 ToolSchema: TypeAlias = dict[str, Any]  # Any: a JSON schema
 
@@ -247,7 +247,7 @@ async def messages(call: Call) -> web.StreamResponse:
             SamplingFields(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences),
             max_tokens=body.max_tokens,
         ),
-        form=_form(call.state.chat_text(), body, tools),
+        form=await _form(call, body, tools),
         rendering=_rendering(call, body),
     )
     if body.stream:
@@ -261,14 +261,14 @@ async def messages(call: Call) -> web.StreamResponse:
     return call.answer(_answer(call, body, turn, content, stop_reason=_stop_reason(turn.choices[0], parsed)))
 
 
-def _form(text: ModelText, body: MessagesRequest, tools: list[Tool]) -> Form:
+async def _form(call: Call, body: MessagesRequest, tools: list[Tool]) -> Form:
     """Return the form of the answer: of the output format, required calls, or any text."""
     choice = body.tool_choice
     kind = choice.type if choice is not None else "auto"
     named = (choice.name or "") if choice is not None and kind == "tool" else None
     output = (body.output_config.format if body.output_config is not None else None) or body.output_format
-    return chat_form(
-        text,
+    return await chat_form(
+        call,
         tools=tools,
         required=tool_use(tools, mode="required" if kind == "any" else "auto", named=named).required,
         several=choice is None or not (choice.disable_parallel_tool_use or kind == "tool"),

@@ -57,6 +57,7 @@ class ServerState:
         names: of the model, for clients; the first one is the main one.
         any_name: whether clients may call the model as they like.
         enforces_forms: whether an answer gets the form that is asked for (a call, JSON, a grammar), or may have it.
+        decide_sampling: makes the sampling parameters of a generation of those that its client asks for.
         text: of the model; None serves token ids only.
         context_tokens: longest prompt and answer together; None if it is unknown.
         dtype: of the weights, by torch's name; empty if it is unknown.
@@ -74,6 +75,7 @@ class ServerState:
     names: tuple[str, ...]
     any_name: bool = False
     enforces_forms: bool = True
+    decide_sampling: Callable[[SamplingParams], SamplingParams] = lambda wanted: wanted
     text: ModelText | None = None
     context_tokens: int | None = None
     dtype: str = ""
@@ -273,8 +275,10 @@ class Call:
         """Return one request to the pool per choice, numbered from ``first``, with seeds derived from the one given.
 
         With ``scored_once`` the first one alone asks for the prompt's log-probs. An API error if the prompt leaves no
-        room to generate, or the answer would have too many top log-probs.
+        room to generate, or the answer would have too many top log-probs. What reads the answers has to know the
+        parameters of the requests, not ``sampling``: the server may have decided on others.
         """
+        sampling = self.state.decide_sampling(sampling)
         context, most = self.state.context_tokens, self.state.limits.likeliest_tokens
         if context is not None and len(prompt) >= context:
             raise context_length_error(len(prompt), context)

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -55,8 +56,8 @@ class Form:
             raise EngineError("the engine took a grammar and did not follow it")
 
 
-def chat_form(
-    text: ModelText,
+async def chat_form(
+    call: Call,
     *,
     tools: Sequence[Tool],
     required: Sequence[Tool],
@@ -67,21 +68,26 @@ def chat_form(
     """Return the form of a turn: text, calls of ``tools``, or JSON of ``schema`` (None for any text) if it is no call.
 
     A turn without tools may have a ``grammar`` instead. One of the tools in ``required`` must be called, if any are;
-    ``several`` calls may be made. ``text`` spells calls.
+    ``several`` calls may be made.
     """
-    opening, closing = text.terminal("<tool_call>"), text.terminal("</tool_call>")
+    text = call.state.chat_text()
+    calls = partial(
+        calls_grammar,
+        several=several,
+        opening=text.terminal("<tool_call>"),
+        closing=text.terminal("</tool_call>"),
+    )
     if grammar and tools:
         raise APIError(400, "a grammar, regex or choice restricts the whole text: leave out the tools")
     if required:
-        return Form(grammar=calls_grammar(required, several=several, opening=opening, closing=closing), calls=True)
+        return Form(grammar=await call.off_loop(partial(calls, required)), calls=True)
     if grammar:
         return Form(grammar=grammar)
     if schema is None:
         return Form()
     if tools:
-        either = calls_grammar(tools, several=several, opening=opening, closing=closing, otherwise=schema)
-        return Form(grammar=either, json=True, calls=True)
-    return Form(grammar=json_grammar(schema), json=True)
+        return Form(grammar=await call.off_loop(partial(calls, tools, otherwise=schema)), json=True, calls=True)
+    return Form(grammar=await call.off_loop(partial(json_grammar, schema)), json=True)
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
@@ -370,22 +376,21 @@ class ChatTurn:
             prompt = await render_prompt(call, messages, tools, session, rendering)
         if sampling.ignore_eos and form.grammar:
             raise APIError(400, "ignore_eos goes on after the end that a form gives the answer: give one of them")
-        stops = frozenset(sampling.stop_token_ids) - {text.renderer.end_of_turn_id}
-        sampling = replace(
-            sampling.ending_at(text.renderer.end_of_turn_id), grammar=check_grammar(state.limits, form.grammar)
-        )
+        end = text.renderer.end_of_turn_id
+        sampling = replace(sampling.ending_at(end), grammar=check_grammar(state.limits, form.grammar))
         requests = call.requests(prompt.token_ids, sampling, choices=choices, scored_once=True)
+        stops = frozenset(requests[0].sampling.stop_token_ids) - {end}
         turn = cls(call, text, prompt, requests, form, rendering.prefill(messages), stops)
         turn.choices = [
             Choice(
                 text.decode if skip_special_tokens and not tools else text.renderer.decode,
-                sampling,
-                special_ids=text.special_ids | {text.renderer.end_of_turn_id},
+                request.sampling,
+                special_ids=text.special_ids | {end},
                 tools=bool(tools),
                 include_stop=include_stop,
                 show_special=skip_special_tokens is False,
             )
-            for _ in requests
+            for request in requests
         ]
         return turn
 
@@ -397,7 +402,7 @@ class ChatTurn:
         """Check the form of a finished choice, add it to the session and return its message. Once per choice."""
         choice = self.choices[number]
         parsed = choice.parse(self._text.renderer, call_prefix=f"call_{self._call.id}_{number}")
-        if not self._stops & {*choice.token_ids[-1:]}:  # else the client's own token cut it off
+        if not self._stops & {*choice.token_ids[-1:]}:  # else a token of the client's, or the run's, cut it off
             self._form.check(choice, parsed)
         whole: Message = {**parsed.message, "content": self._prefill + (parsed.message["content"] or "")}
         self._call.record(self.prompt, choice.generation(), whole)

@@ -248,24 +248,22 @@ async def weights(call: Call) -> web.StreamResponse:
     """Prepare, commit, or swap (both). Running generations continue under the new version."""
     body = call.body_as(WeightsRequest)
     updater = _updater(call)
-    version = body.version
     if body.action != "commit":
         if (body.folder is None) == (body.manifest is None):
             raise APIError(400, "give either a folder or a manifest")
         if body.adapter is not None and body.folder is None:
             raise APIError(400, "adapter is the name for that of a folder: a manifest has a name of its own")
-        if body.manifest is not None:
-            manifest = _manifest(body.manifest)
-            updater.prepare(manifest)
-            version = manifest.version
-        else:
+        if body.folder is not None:
             change = updater.swap if body.action == "swap" else updater.prepare_folder
-            await change(path_or_url(body.folder or ""), version=version, adapter=body.adapter)
-            return await weight_status(call)
-    if body.action != "prepare":
-        if version is None:
-            raise APIError(400, "commit needs the version")
-        await updater.commit(version)
+            await change(path_or_url(body.folder), version=body.version, adapter=body.adapter)
+        elif body.action == "swap":
+            await updater.swap_manifest(_manifest(body.manifest))
+        else:
+            updater.prepare(_manifest(body.manifest))
+    elif body.version is None:
+        raise APIError(400, "commit needs the version")
+    else:
+        await updater.commit(body.version)
     return await weight_status(call)
 
 

@@ -262,7 +262,6 @@ async def reward_session(call: Call) -> web.StreamResponse:
 async def _store(
     state: ServerState, sink: GroupedSink, session: Session, body: RewardRequest
 ) -> tuple[Trajectory, str]:
-    group = f"{session.holder}/{body.group}" if body.group else ""
     with state.sessions.ending(session):
         if body.turn_rewards and len(body.turn_rewards) != session.turns:
             raise APIError(400, f"there are {len(body.turn_rewards)} turn_rewards for {session.turns} turns")
@@ -270,7 +269,8 @@ async def _store(
             task={"session": session.name}, reward=body.reward, info=body.info, turn_rewards=body.turn_rewards
         )
         try:
-            return trajectory, await sink.put([trajectory], group=group, size=body.group_size)
+            kept = await sink.put([trajectory], group=body.group, holder=session.holder, size=body.group_size)
+            return trajectory, kept
         except DeadlineError as error:
             raise APIError(503, "the replay buffer is full; the session is kept", retry_after_s=30) from error
         except OSError as error:
@@ -376,13 +376,14 @@ async def _probe(state: ServerState) -> str:
 async def _generate_token(state: ServerState, request_id: str) -> str:
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
     request = GenerationRequest(request_id=request_id, prompt_token_ids=(0,), sampling=sampling, probe=True)
+    tokens = 0
     try:
         async with aclosing(cast(Any, state.replica_pool.generate(request))) as chunks:  # Any: an iterator to be closed
-            async for _ in chunks:
-                pass
+            async for chunk in chunks:
+                tokens += len(chunk.token_ids)
     except AsyncRLError as failure:
         return type(failure).__name__
-    return ""
+    return "" if tokens else "aborted"
 
 
 async def metrics(call: Call) -> web.StreamResponse:

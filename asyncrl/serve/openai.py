@@ -664,8 +664,8 @@ def _tool_use(body: ChatCompletionRequest) -> ToolUse:
 async def _form(call: Call, body: ChatCompletionRequest, tools: ToolUse) -> Form:
     """Return the form of the answer: of the response format, required calls, or any text."""
     schema, grammar = await _constraint(call.state.limits, body)
-    return chat_form(
-        call.state.chat_text(),
+    return await chat_form(
+        call,
         tools=tools.declared,
         required=tools.required,
         several=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool),
@@ -850,7 +850,8 @@ async def completions(call: Call) -> web.StreamResponse:
     prompts = [last_tokens(prompt, _last_tokens(call, body)) for prompt in encoded]
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     schema, grammar = await _constraint(state.limits, body)
-    grammar = json_grammar(schema) if schema is not None else grammar
+    if schema is not None:
+        grammar = await call.off_loop(partial(json_grammar, schema))
     scored = body.prompt_logprobs if body.prompt_logprobs is not None or not body.echo else body.logprobs
     sampling = sampling_params(
         state.limits,
@@ -872,12 +873,12 @@ async def completions(call: Call) -> web.StreamResponse:
     readers = [
         Choice(
             partial(text.decode, skip_special_tokens=not special),
-            sampling,
+            request.sampling,
             special_ids=text.special_ids,
             include_stop=bool(body.include_stop_str_in_output),
             show_special=special,
         )
-        for _ in requests
+        for request in requests
     ]
     created = int(time.time())
     offsets: dict[int, int] = {}  # of the choices that have begun, where their next token begins in their text

@@ -77,8 +77,8 @@ class WeightUpdater:
             raise WeightVersionError(
                 f"version {manifest.version} is not newer than {self._pool.weight_version}, which is served"
             )
-        beside = self._beside(manifest.adapter, manifest.version)
-        self._prepared = msgspec.structs.replace(manifest, beside=beside)
+        self._beside(manifest.adapter, manifest.version)
+        self._prepared = manifest
 
     def _beside(self, adapter: Adapter | None, version: int) -> tuple[WeightManifest, ...]:
         """Return the adapters that a version would be served beside; raise WeightError if it cannot be served."""
@@ -139,6 +139,12 @@ class WeightUpdater:
         """Prepare a folder and commit it, with no other call in between; raise as both."""
         async with self._busy:
             manifest = await self._prepare_folder(folder, version, adapter)
+            return await self._commit(manifest.version)
+
+    async def swap_manifest(self, manifest: WeightManifest) -> Ended:
+        """Prepare weights that are published already and commit them, as :meth:`swap`."""
+        async with self._busy:
+            self.prepare(manifest)
             return await self._commit(manifest.version)
 
     async def take(self, manifest: WeightManifest, source: WeightTransport) -> Ended:
@@ -222,7 +228,8 @@ class WeightUpdater:
 
         Raises:
             WeightVersionError: another version is prepared, or none.
-            WeightError: every replica that served failed to take it; or another publication is running.
+            WeightError: every replica that served failed to take it; another publication is running; or :meth:`prepare`
+                would refuse it by now.
         """
         self._check_prepared(version)
         if self._busy.locked():
@@ -232,6 +239,8 @@ class WeightUpdater:
 
     async def _commit(self, version: int, *, stays: bool = False) -> Ended:
         manifest = self._check_prepared(version)  # an earlier call may have replaced it
+        beside = self._beside(manifest.adapter, version)  # of what has been committed since it was prepared, too
+        manifest = msgspec.structs.replace(manifest, beside=beside)
         self._prepared, self._committing = None, manifest
         try:
             return await shield_until_done(self._pool.publish(manifest))

@@ -43,7 +43,7 @@ from asyncrl.serve.limits import (
     sampling_params,
 )
 from asyncrl.serve.openai import FunctionName, NotServed, TokenLogProb, ToolSchema, token_log_probs
-from asyncrl.serve.text import ModelText, ParsedTurn, log_prob_entries
+from asyncrl.serve.text import ParsedTurn, log_prob_entries
 
 
 class InputPart(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -293,13 +293,13 @@ async def create(call: Call) -> web.StreamResponse:
     conversation = await call.off_loop(lambda: _conversation(state.limits, kept, body.input))
     if not conversation:
         raise APIError(400, "the input has no message: reasoning is not shown to the model")
-    tools, text = _tool_use(call, body), state.chat_text()
+    tools = _tool_use(call, body)
     turn = await ChatTurn.begin(
         call,
         _with_instructions(conversation, body.instructions),
         tools.declared,
         sampling_params(state.limits, body, max_tokens=body.max_output_tokens, top_log_probs=body.top_logprobs or 0),
-        form=_form(text, body, tools),
+        form=await _form(call, body, tools),
         rendering=Rendering(template=_template_variables(call, body)),
     )
     if body.stream:
@@ -462,14 +462,14 @@ def _tool_use(call: Call, body: ResponsesRequest) -> ToolUse:
     return tool_use(tools, mode=choice or "auto")
 
 
-def _form(text: ModelText, body: ResponsesRequest, tools: ToolUse) -> Form:
+async def _form(call: Call, body: ResponsesRequest, tools: ToolUse) -> Form:
     """Return the form of the answer: of the text's format, required calls, or any text."""
     form = (body.text or TextConfig()).format
     schema = None if form.type == "text" else form.schema or JSON_OBJECT
     if form.type == "json_schema" and form.schema is None:
         raise APIError(400, "text.format of type json_schema needs a schema")
-    return chat_form(
-        text,
+    return await chat_form(
+        call,
         tools=tools.declared,
         required=tools.required,
         several=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedFunction),

@@ -22,8 +22,11 @@ from asyncrl.errors import AsyncRLError, ConfigError, SandboxError
 from asyncrl.sandboxes.contract import Sandbox, SandboxBackend, SandboxLimits
 from asyncrl.sandboxes.pool import SandboxPool
 from asyncrl.serve.middleware import KeyRing
+from asyncrl.serve.server import allow_connections, bounded_connections
 
 _WAIT_S = 10.0
+_IDLE_S = 75.0
+_CONNECTIONS = 4096
 _MOST_ARGUMENTS = 1024
 
 
@@ -65,15 +68,22 @@ class SandboxServer:
         app.router.add_post("/sandboxes/{id}/exec", self._exec)
         app.router.add_post("/sandboxes/{id}/reset", self._reset)
         app.router.add_delete("/sandboxes/{id}", self._destroy)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        allow_connections(_CONNECTIONS)
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, keepalive_timeout=_IDLE_S, shutdown_timeout=1.0
+        )
         await runner.setup()
+        listener: asyncio.Server | None = None
         try:
+            protocol = bounded_connections(runner, _CONNECTIONS)
             try:
-                await web.TCPSite(runner, host, port).start()
+                listener = await asyncio.get_running_loop().create_server(protocol, host, port, backlog=128)
             except OSError as error:
                 raise ConfigError(f"{host}:{port}: {error.strerror}", path="port", remedy="another one") from error
-            yield f"http://{host}:{runner.addresses[0][1]}"
+            yield f"http://{host}:{listener.sockets[0].getsockname()[1]}"
         finally:
+            if listener is not None:
+                listener.close()
             await runner.cleanup()
             leases = [lease for _, lease in self._leases.values()]
             self._leases.clear()
@@ -120,6 +130,9 @@ class SandboxServer:
         return _answer({"id": name, "isolation": asdict(sandbox.isolation), "folder": sandbox.folder})
 
     def _expire(self, name: str) -> None:
+        """End a lease, unless it has ended."""
+        if name not in self._leases:
+            return
         _, lease = self._leases.pop(name)
         task = asyncio.ensure_future(lease.aclose())
         self._expiring.add(task)
@@ -139,18 +152,21 @@ class SandboxServer:
             raise ConfigError(f"a command may take {self._limits.deadline_s:g} s here", path="deadline_s")
         if asked.output_bytes > (most := 2 * self._limits.file_bytes):
             raise ConfigError(f"a command may write {most} bytes here", path="output_bytes")
-        end = await sandbox.exec(
-            asked.command,
-            stdin=stdin,
-            env=asked.env,
-            deadline_s=asked.deadline_s,
-            output_bytes=asked.output_bytes,
-        )
+        with self._ending_with_its_sandbox(request):
+            end = await sandbox.exec(
+                asked.command,
+                stdin=stdin,
+                env=asked.env,
+                deadline_s=asked.deadline_s,
+                output_bytes=asked.output_bytes,
+            )
         outputs = {name: base64.b64encode(getattr(end, name)).decode() for name in ("output", "error")}
         return _answer({"how": end.how, "code": end.code, **outputs})
 
     async def _reset(self, request: web.Request) -> web.Response:
-        return _answer({"proven": await self._sandbox(request).reset()})
+        sandbox = self._sandbox(request)
+        with self._ending_with_its_sandbox(request):
+            return _answer({"proven": await sandbox.reset()})
 
     async def _destroy(self, request: web.Request) -> web.Response:
         self._sandbox(request)
@@ -163,6 +179,15 @@ class SandboxServer:
         if found is None:
             raise SandboxError("there is no such sandbox, or its lease has ended")
         return found[0]
+
+    @contextmanager
+    def _ending_with_its_sandbox(self, request: web.Request) -> Iterator[None]:
+        """End the lease if the block raises what destroys the sandbox: its failure, or the end of its client."""
+        try:
+            yield
+        except (SandboxError, asyncio.CancelledError):
+            self._expire(request.match_info["id"])
+            raise
 
 
 @contextmanager

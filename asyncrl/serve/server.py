@@ -12,6 +12,7 @@ import re
 import resource
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -156,7 +157,10 @@ class Server:
         """
         binding, hosts = self._binding, self._binding.allowed_hosts()
         allow_connections(self._state.limits.connections)
-        self._state.sessions.several_keys = binding.users is not None and len(binding.users) > 1
+        several_keys = binding.users is not None and len(binding.users) > 1
+        self._state.sessions.several_keys = several_keys
+        if self._state.capture is not None:
+            self._state.capture.several_keys = several_keys
         async with contextlib.AsyncExitStack() as undo:
             ports = undo.enter_context(contextlib.closing(self._ports or binding.bind()))
             control = undo.enter_context(_bound_unix(ports.control))
@@ -219,16 +223,7 @@ class Server:
         )
         await runner.setup()
         self._runners.append(runner)
-        server = runner.server
-        assert server is not None
-        connected = server._connections  # noqa: SLF001 - aiohttp's public property copies the list
-
-        def protocol() -> asyncio.Protocol:
-            if len(connected) >= limits.connections:
-                self._state.metrics.connections_refused += 1
-                return _ServerFull()
-            return server()
-
+        protocol = bounded_connections(runner, limits.connections, on_refused=self._count_refused)
         loop = asyncio.get_running_loop()
         if unix:
             self._listeners.append(await loop.create_unix_server(protocol, sock=listening, backlog=64))
@@ -241,6 +236,9 @@ class Server:
         except OSError as error:  # another server was bound to it as well, and has begun to listen first
             host, port = listening.getsockname()[:2]
             raise _not_available(host, port, error, option="port") from error
+
+    def _count_refused(self) -> None:
+        self._state.metrics.connections_refused += 1
 
     async def drain(self) -> None:
         """Take no more work; return when the running generations are finished."""
@@ -272,6 +270,23 @@ class _ServerFull(asyncio.Protocol):
             b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
         )
         connection.close()
+
+
+def bounded_connections(
+    runner: web.AppRunner, most: int, *, on_refused: Callable[[], object] = lambda: None
+) -> Callable[[], asyncio.Protocol]:
+    """Return what makes the protocols of a runner that is set up; connections beyond ``most`` are answered with 503."""
+    server = runner.server
+    assert server is not None
+    connected = server._connections  # noqa: SLF001 - aiohttp's public property copies the list
+
+    def protocol() -> asyncio.Protocol:
+        if len(connected) >= most:
+            on_refused()
+            return _ServerFull()
+        return server()
+
+    return protocol
 
 
 def is_loopback(host: str) -> bool:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import logging
+import math
 import time
 from array import array
 from collections import Counter, OrderedDict, defaultdict
@@ -34,6 +34,7 @@ from asyncrl.serve.text import ModelText
 
 _log = logging.getLogger(__name__)
 _canonical = msgspec.json.Encoder(order="deterministic")
+_LONGEST_WAIT_S = 86_400.0  # event loops cannot wait for ever
 
 
 # ---------------------------------------------------------------------------------------------- the tree of turns
@@ -42,13 +43,14 @@ _canonical = msgspec.json.Encoder(order="deterministic")
 def _digests(messages: Sequence[Message], *, after: bytes) -> list[bytes]:
     """Return one digest per message, of the whole conversation up to and including it.
 
-    The ids of calls do not count, so an answer is recognised when a client sends it back.
+    The ids of calls do not count, nor the assistant's name, so an answer is recognised when a client sends it back.
     """
     digests = []
     for message in messages:
         role, content = message["role"], message.get("content") or ""
         calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
-        identity = _canonical.encode([role, content.strip() if role == "assistant" else content, calls])
+        said = (content.strip(), "") if role == "assistant" else (content, message.get("name") or "")
+        identity = _canonical.encode([role, *said, calls])
         after = hashlib.blake2b(after + identity, digest_size=16).digest()
         digests.append(after)
     return digests
@@ -314,7 +316,7 @@ class Sessions:
         """Return the session; an API error if this holder has none of that name."""
         session = self.get(name, holder)
         if session is None:
-            raise APIError(404, f"there is no session {name!r}")
+            raise _no_session(name)
         return session
 
     def add(self, session: Session, prompt: TurnPrompt, generation: Generation, message: Message) -> None:
@@ -331,17 +333,20 @@ class Sessions:
 
     @contextlib.contextmanager
     def ending(self, session: Session) -> Iterator[None]:
-        """Keep requests out of the session while the block runs, and drop the session if the block succeeds.
+        """Keep requests out of the session while the block runs; drop it if that succeeds, else it has been used.
 
         Raises:
-            APIError: a request of the session is running, or it is ending already.
+            APIError: it was dropped, a request of the session is running, or it is ending already.
         """
+        if self._sessions.get((session.holder, session.name)) is not session:
+            raise _no_session(session.name)
         self._check_idle(session)
         session.ending = True
         try:
             yield
         except BaseException:
             session.ending = False
+            self._touch(session)
             raise
         self._remove(session)
 
@@ -373,6 +378,10 @@ class Sessions:
                 self._touch(session)
             else:
                 self.drop(session)
+
+
+def _no_session(name: str) -> APIError:
+    return APIError(404, f"there is no session {name!r}")
 
 
 # --------------------------------------------------------------------------------------- where trajectories are kept
@@ -466,11 +475,16 @@ def _tokens(trajectories: Sequence[Trajectory]) -> int:
     return sum(len(each.token_ids) for each in trajectories)
 
 
+def _named(holder: str, group: str) -> str:
+    return f"group {group!r} of {holder!r}" if holder else f"group {group!r}"
+
+
 class GroupedSink:
     """Collects sessions that name the same group until the group has its size; stores other sessions at once.
 
     ``sink`` stores whole groups. An incomplete group is stored as it is: ``idle_s`` (an hour) after its last member,
-    and at the end. ``groups`` and ``tokens`` bound the incomplete groups, and the tokens that they hold.
+    and when this is closed. ``groups`` and ``tokens`` (which take five times the memory of a session's) bound the
+    incomplete groups, and the tokens that they hold; where ``several_keys`` are served, one has at most half of either.
     """
 
     def __init__(
@@ -478,7 +492,7 @@ class GroupedSink:
         sink: TrajectorySink,
         *,
         groups: int = 65_536,
-        tokens: int = 1 << 26,
+        tokens: int = 1 << 24,
         idle_s: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -487,17 +501,23 @@ class GroupedSink:
         self._max_tokens = tokens
         self._idle_s = idle_s
         self._clock = clock
-        self._incomplete: OrderedDict[str, _Group] = OrderedDict()  # the one that has waited longest comes first
+        self._incomplete: dict[tuple[str, str], _Group] = {}  # by holder and name
+        self._count_by_holder: Counter[str] = Counter()
+        self._tokens_by_holder: Counter[str] = Counter()
+        self._storing: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self.several_keys = False
         self.tokens = 0
 
     @property
     def incomplete(self) -> int:
         return len(self._incomplete)
 
-    async def put(self, trajectories: Sequence[Trajectory], *, group: str = "", size: int = 1) -> str:
+    async def put(self, trajectories: Sequence[Trajectory], *, group: str = "", holder: str = "", size: int = 1) -> str:
         """Store the trajectories of one session, as a member of ``group`` if it has a name; return where they are.
 
-        If this raises, these trajectories are not stored, and the other members of the group still wait.
+        A group is its ``holder``'s own. If this raises, these trajectories are not stored, and the other members of the
+        group still wait.
 
         Raises:
             APIError: there is no room for more incomplete groups.
@@ -505,63 +525,95 @@ class GroupedSink:
             OSError: a folder cannot be written.
             DeadlineError, BufferClosedError: a buffer has had no room in time, or is closed.
         """
-        await self._flush(idle_s=self._idle_s)
         if not group:
             return await self._sink.put(trajectories)
-        waiting = self._take(group)
+        waiting = self._take(holder, group)
         if len(waiting.members) + 1 >= size:
             try:
                 return await self._sink.put([*waiting.trajectories, *trajectories])
             except BaseException:
-                self._put_back(group, waiting)
+                waiting.touched_s = self._clock()  # this member comes again
+                self._put_back(holder, group, waiting)
                 raise
         try:
-            tokens = waiting.tokens + _tokens(trajectories)
-            if len(self._incomplete) >= self._max_groups or self.tokens + tokens > self._max_tokens:
-                held = f"{len(self._incomplete)} incomplete groups with {self.tokens} tokens"
-                raise APIError(503, f"{held} are held, no more fit: reward their other members", retry_after_s=30)
+            self._check_room(holder, waiting.tokens + _tokens(trajectories))
             waiting.members.append(trajectories)
             waiting.touched_s = self._clock()
-            name = group.partition("/")[2] or group  # as the client gave it, without the holder
-            return f"group {name}: {len(waiting.members)} of {size}"
+            return f"group {group}: {len(waiting.members)} of {size}"
         finally:
-            self._put_back(group, waiting)
+            self._put_back(holder, group, waiting)
 
     async def close(self, *, deadline_s: float = 10.0) -> None:
         """Store the incomplete groups; log those that could not be stored within ``deadline_s`` as lost."""
+        self._closing.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
-                await self._flush(idle_s=0.0)
-        for name, group in self._incomplete.items():
-            _log.error("group %s is lost: %d sessions, %d tokens", name, len(group.members), group.tokens)
+                if self._storing is not None:
+                    await self._storing  # a group that it is storing would be stored twice if it were cancelled
+                await self._flush(before_s=math.inf)
+        for (holder, name), group in self._incomplete.items():
+            _log.error("%s is lost: %d sessions, %d tokens", _named(holder, name), len(group.members), group.tokens)
         self._incomplete.clear()
 
-    async def _flush(self, *, idle_s: float) -> None:
-        before_s = self._clock() - idle_s
-        due = itertools.takewhile(lambda entry: entry[1].touched_s <= before_s, self._incomplete.items())
-        for name, _ in list(due):
-            group = self._take(name)
-            if not group.members:  # it has been completed in the meantime
+    async def _store_idle(self) -> None:
+        """Store groups whenever some are idle, until there are none or this is closed."""
+        while self._incomplete:
+            first_s = min(group.touched_s for group in self._incomplete.values())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(first_s + self._idle_s - self._clock(), _LONGEST_WAIT_S)):
+                    await self._closing.wait()
+                return
+            await self._flush(before_s=self._clock() - self._idle_s)
+
+    async def _flush(self, *, before_s: float) -> None:
+        """Store the groups whose last member came by ``before_s``."""
+        for holder, name in [key for key, group in self._incomplete.items() if group.touched_s <= before_s]:
+            due = self._incomplete.get((holder, name))
+            if due is None or due.touched_s > before_s:  # it has been completed in the meantime, perhaps begun again
                 continue
+            group = self._take(holder, name)
+            what = _named(holder, name)
             try:
                 kept = await self._sink.put(group.trajectories)
-                _log.warning("incomplete group %s is stored with %d members (%s)", name, len(group.members), kept)
+                _log.warning("incomplete %s is stored with %d members (%s)", what, len(group.members), kept)
             except BaseException as error:
                 group.touched_s = self._clock()
-                self._put_back(name, group)
+                self._put_back(holder, name, group)
                 if not isinstance(error, Exception):
                     raise
-                _log.warning("group %s could not be stored and still waits: %s", name, error)
+                _log.warning("%s could not be stored and still waits: %s", what, error)
 
-    def _take(self, name: str) -> _Group:
-        group = self._incomplete.pop(name, None) or _Group()
-        self.tokens -= group.tokens
+    def _check_room(self, holder: str, tokens: int) -> None:
+        """Raise an API error if a group of ``holder`` with so many tokens does not fit."""
+        groups, own = self._count_by_holder[holder], self._tokens_by_holder[holder]
+        if len(self._incomplete) >= self._max_groups or self.tokens + tokens > self._max_tokens:
+            held = f"{len(self._incomplete)} incomplete groups with {self.tokens} tokens"
+            raise APIError(503, f"{held} are held, no more fit: reward their other members", retry_after_s=30)
+        if self.several_keys and (groups >= self._max_groups // 2 or own + tokens > self._max_tokens // 2):
+            held = f"{groups} incomplete groups with {own} tokens"
+            raise APIError(429, f"this key has {held}, no more fit: reward their other members", retry_after_s=30)
+
+    def _take(self, holder: str, name: str) -> _Group:
+        group = self._incomplete.pop((holder, name), None)
+        if group is None:
+            return _Group()
+        self._count(holder, groups=-1, tokens=-group.tokens)
         return group
 
-    def _put_back(self, name: str, group: _Group) -> None:
-        later = self._take(name)
+    def _put_back(self, holder: str, name: str, group: _Group) -> None:
+        later = self._take(holder, name)
         group.members += later.members
         group.touched_s = max(group.touched_s, later.touched_s)
-        if group.members:
-            self._incomplete[name] = group
-            self.tokens += group.tokens
+        if not group.members:
+            return
+        self._incomplete[holder, name] = group
+        self._count(holder, groups=1, tokens=group.tokens)
+        if self._storing is None or self._storing.done():
+            self._storing = asyncio.create_task(self._store_idle(), name="incomplete groups")
+
+    def _count(self, holder: str, *, groups: int, tokens: int) -> None:
+        self.tokens += tokens
+        for counts, more in ((self._count_by_holder, groups), (self._tokens_by_holder, tokens)):
+            counts[holder] += more
+            if not counts[holder]:
+                del counts[holder]

@@ -133,12 +133,12 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
     choices = [
         Choice(
             partial(text.decode, skip_special_tokens=not special) if text is not None else lambda ids: "",
-            sampling,
+            request.sampling,
             special_ids=text.special_ids if text is not None else frozenset(),
             include_stop=bool(given.no_stop_trim),
             show_special=special,
         )
-        for _ in requests
+        for request in requests
     ]
 
     def feed(choice: Choice, part: Generation | GenerationChunk) -> None:

@@ -106,7 +106,7 @@ async def generate(call: Call) -> web.StreamResponse:
     text = state.model_text()
     several = check_choices(state.limits, given.n)
     requests, record = native.token_turn(call, ids, sampling, choices=several, scored_once=True)
-    choices = [Choice(text.decode, sampling, special_ids=text.special_ids) for _ in requests]
+    choices = [Choice(text.decode, each.sampling, special_ids=text.special_ids) for each in requests]
     for choice, generation in zip(choices, await call.collect_all(requests), strict=True):
         choice.feed(generation)
         record(choice.generation())
@@ -119,7 +119,7 @@ async def generate(call: Call) -> web.StreamResponse:
                     index=index,
                     token_ids=choice.token_ids,
                     finish_reason=choice.finish_reason,
-                    stop_reason=_stop_reason(choice, sampling),
+                    stop_reason=_stop_reason(choice, requests[0].sampling),
                     logprobs=_log_probs(choice) if given.logprobs is not None else None,
                     weight_versions=version_spans(choice.versions),
                 )

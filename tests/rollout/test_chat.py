@@ -94,6 +94,8 @@ def test_plain_text_is_parsed(renderer: ChatRenderer) -> None:
         ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "a tool call is an object"),
         ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "a tool call is an object"),
         ('<tool_call>{"name": 7}</tool_call>', "a tool call is an object"),
+        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', "a tool call is an object"),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "not JSON"),
         ('<tool_call>{"name": "calculator"', "without </tool_call>"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not JSON"),
     ],

@@ -276,3 +276,41 @@ async def test_a_lease_of_a_server_ends_and_frees_its_place(monkeypatch: pytest.
                     await asyncio.sleep(0.01)
         await backend.close()
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
+async def test_a_sandbox_that_is_dead_leaves_its_place(monkeypatch: pytest.MonkeyPatch, how: str):
+    begun = asyncio.Event()
+
+    async def exec_(sandbox: NamespacesSandbox, *given: object, **more: object) -> None:
+        begun.set()
+        if how == "fails":
+            raise SandboxError("it is dead")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(NamespacesSandbox, "exec", exec_)
+    body = {"command": ["true"], "stdin": "", "env": {}, "deadline_s": 5.0, "output_bytes": 9}
+    async with served(monkeypatch, most=1) as url, asyncio.timeout(20):
+        backend = RemoteBackend(url=url)
+        sandbox: Any = await backend.create(LIMITS)
+        asking = asyncio.create_task(backend.ask("POST", f"{sandbox._path}/exec", body, deadline_s=10.0))
+        await begun.wait()
+        if how == "is cancelled":
+            asking.cancel()  # as if its process was killed: it sends no DELETE
+        with pytest.raises((SandboxError, asyncio.CancelledError)):
+            await asking
+        await (await backend.create(LIMITS)).destroy()
+        await backend.close()
+
+
+async def test_connections_to_a_server_are_bounded_and_end_when_they_are_idle(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("asyncrl.serve.sandboxes._CONNECTIONS", 1)
+    monkeypatch.setattr("asyncrl.serve.sandboxes._IDLE_S", 0.2)
+    async with served(monkeypatch) as url, asyncio.timeout(20):
+        port = int(url.rpartition(":")[2])
+        idle, writing = await asyncio.open_connection("127.0.0.1", port)
+        refused, other = await asyncio.open_connection("127.0.0.1", port)
+        assert (await refused.read()).startswith(b"HTTP/1.1 503")
+        assert await idle.read() == b""
+        for each in (writing, other):
+            each.close()

@@ -128,6 +128,8 @@ def serve(text: ModelText, tmp_path: Path) -> Serve:
                 capture=GroupedSink(capture or FolderSink(tmp_path / "captured")),
                 new_replica=engine,
             )
+            assert state.capture is not None
+            stack.push_async_callback(state.capture.close)
             server = Server(state, Binding(**{"port": 0, "control_socket": tmp_path / "control.sock"} | binding))
             await server.start()
             stack.push_async_callback(server.close)

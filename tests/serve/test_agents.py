@@ -102,6 +102,38 @@ async def test_a_form_is_left_to_the_policy_or_its_turn_is_not_trained_on(
     assert set(trajectory.weight_versions[turn.start : turn.end]) == {-1 if enforced else 3}
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+async def test_a_text_ends_before_the_stop_string_of_the_run(
+    policy: Callable[..., EpisodePolicy], text: ModelText, path: str
+) -> None:
+    engine = ScriptedEngine(lambda prompt: text.renderer.encode("it again"))
+    await engine.start()
+    async with AgentSession(
+        policy(engine=engine, sampling=SamplingParams(max_new_tokens=64, stop=("again",)))
+    ) as session:
+        asked = {
+            "/v1/completions": {"model": "m", "prompt": "say"},
+            "/generate": {"text": "say", "sampling_params": {}},
+        }
+        _, answer = await post(session, asked.get(path, ASK), path)
+    if path != "/generate":
+        (choice,) = answer["choices"]
+        answer = choice if "text" in choice else {"text": choice["message"]["content"]}
+    assert answer["text"] == "it "
+    assert engine.requests[0].sampling.stop == ("again",)
+
+
+async def test_a_form_that_the_stop_string_of_the_run_cuts_off_is_answered(
+    policy: Callable[..., EpisodePolicy], text: ModelText
+) -> None:
+    engine = ScriptedEngine(lambda prompt: text.renderer.encode("<tool_call>\n"))
+    await engine.start()
+    episode = policy(engine=engine, sampling=SamplingParams(max_new_tokens=64, stop=("\n",)))
+    async with AgentSession(episode, enforces_forms=True) as session:
+        status, answer = await post(session, ASK | {"tools": TOOLS, "tool_choice": "required"})
+    assert (status, answer["choices"][0]["message"].get("tool_calls")) == (200, None)
+
+
 async def test_a_session_has_its_own_routes_and_no_others(policy: Callable[..., EpisodePolicy]) -> None:
     episode = policy(max_turns=1)
     engine: Any = episode.engine

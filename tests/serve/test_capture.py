@@ -169,6 +169,56 @@ async def test_a_group_of_one_that_fails_leaves_nothing():
     assert groups.incomplete == 0
 
 
+async def test_an_idle_group_is_stored_although_nobody_rewards_a_session(caplog):
+    sink = FailingSink()
+    sink.error = OSError("full")
+    groups = GroupedSink(sink, idle_s=0.02)
+    await groups.put([trajectory(0)], group="g", size=2)
+    async with asyncio.timeout(20):
+        while "group 'g' could not be stored and still waits: full" not in caplog.text:
+            await asyncio.sleep(0.01)
+        sink.error = None
+        while groups.incomplete or not sink.kept:
+            await asyncio.sleep(0.01)
+    assert sink.kept == [[0]]
+    await groups.close()
+
+
+async def test_a_group_that_begins_again_while_idle_ones_are_stored_waits_for_its_members():
+    now = 0.0
+
+    class Sink(FailingSink):
+        async def put(self, trajectories):
+            kept = await super().put(trajectories)
+            if self.kept == [[0]]:
+                for number in (2, 3):  # the first of them completes the group, the second begins it again
+                    await groups.put([trajectory(number)], group="b", size=2)
+            return kept
+
+    sink = Sink()
+    groups = GroupedSink(sink, clock=lambda: now)
+    for number, name in enumerate("ab"):
+        await groups.put([trajectory(number)], group=name, size=2)
+    now = 10.0
+    await groups._flush(before_s=5.0)
+    assert (sink.kept, groups.incomplete) == ([[0], [1, 2]], 1)
+    await groups.close()
+    assert sink.kept == [[0], [1, 2], [3]]
+
+
+async def test_closing_stores_a_group_once_although_it_is_being_stored():
+    sink = BlockedSink()
+    groups = GroupedSink(sink, idle_s=0.0)
+    await groups.put([trajectory(0)], group="g", size=2)
+    while groups.incomplete:
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(groups.close())
+    await asyncio.sleep(0)
+    sink.open.set()
+    await closing
+    assert sink.kept == [[2]]
+
+
 async def test_incomplete_groups_are_stored_when_they_are_idle():
     now = 0.0
     sink = FailingSink()
@@ -182,15 +232,18 @@ async def test_incomplete_groups_are_stored_when_they_are_idle():
     assert sink.kept == [[2, 3]]
     now = 16.0
     sink.error = OSError("full")
-    with pytest.raises(OSError, match="full"):
-        await groups.put([trajectory(4)])
+    await groups._flush(before_s=6.0)
     assert (groups.incomplete, groups.tokens) == (1, 6)
+    now = 20.0
+    with pytest.raises(OSError, match="full"):
+        await groups.put([trajectory(4)], group="g", size=3)
     sink.error = None
-    await groups.put([trajectory(4)])
-    now = 26.0
-    await groups.put([trajectory(4)])
-    assert sink.kept == [[2, 3], [4], [0, 1], [4]]
+    await groups._flush(before_s=19.0)
+    assert (groups.incomplete, groups.tokens) == (1, 6), "its last member was refused and comes again"
+    await groups._flush(before_s=20.0)
+    assert sink.kept == [[2, 3], [0, 1]]
     assert (groups.incomplete, groups.tokens) == (0, 0)
+    await groups.close()
 
 
 async def test_incomplete_groups_are_stored_at_the_end(caplog):
@@ -202,9 +255,9 @@ async def test_incomplete_groups_are_stored_at_the_end(caplog):
     target = buffer(capacity=1)
     groups = GroupedSink(BufferSink(target))
     await groups.put([trajectory(0)])
-    await groups.put([trajectory(1)], group="g", size=2)
+    await groups.put([trajectory(1)], group="g\nERROR", holder="team", size=2)
     await groups.close(deadline_s=0.05)
-    assert "group g is lost: 1 sessions, 3 tokens" in caplog.text
+    assert r"group 'g\nERROR' of 'team' is lost: 1 sessions, 3 tokens" in caplog.text
     assert target.statistics().admitted == 1
 
 
@@ -216,6 +269,33 @@ async def test_incomplete_groups_have_a_bound():
         await groups.put([trajectory(2)], group="h", size=2)
     assert await groups.put([trajectory(2)], group="g", size=3) == "kept"
     await groups.put([trajectory(2)], group="h", size=2)
+    await groups.close()
+
+
+@pytest.mark.parametrize("bound", [{"tokens": 12}, {"groups": 4}])
+async def test_one_key_has_half_of_the_room_for_incomplete_groups(bound):
+    groups = GroupedSink(FailingSink(), **bound)
+    for several_keys in (True, False):
+        groups.several_keys = several_keys
+        for name in "ab":
+            await groups.put([trajectory(0)], group=name, holder="alice", size=2)
+        if several_keys:
+            with pytest.raises(APIError, match="this key has 2 incomplete groups with 6 tokens") as refused:
+                await groups.put([trajectory(0)], group="c", holder="alice", size=2)
+            assert refused.value.status == 429
+            await groups.put([trajectory(0)], group="c", holder="bob", size=2)
+        else:
+            await groups.put([trajectory(0)], group="c", holder="alice", size=2)
+        await groups.close()
+    assert (groups.incomplete, groups.tokens) == (0, 0)
+
+
+async def test_a_group_is_its_holders_own():
+    groups = GroupedSink(FailingSink())
+    await groups.put([trajectory(0)], group="x/g", holder="team", size=2)
+    await groups.put([trajectory(1)], group="g", holder="team/x", size=2)
+    assert groups.incomplete == 2
+    await groups.close()
 
 
 class BlockedSink:

@@ -174,6 +174,15 @@ async def test_probes_and_metrics(serve):
         assert 'asyncrl_replica_weight_version{replica="r0"} 0.0' in text
 
 
+async def test_a_probe_that_is_aborted_has_shown_nothing(serve):
+    async with serve(lambda prompt: [7] * 10, token_s=10.0) as served:
+        probing = asyncio.create_task(served.get("/health", status=503))
+        while not served.engines[0].requests:
+            await asyncio.sleep(0)
+        await served.control("POST", "/pause?mode=abort")
+        assert (await probing)["error"] == "aborted"
+
+
 async def test_a_full_server_is_healthy_and_calls_share_a_probe(serve):
     limits = Limits(concurrent_requests_per_key=1, concurrent_requests=1)
     async with serve(lambda prompt: [7] * 10_000, token_s=0.05, limits=limits) as served:

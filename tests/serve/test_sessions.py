@@ -123,10 +123,13 @@ async def test_a_tool_call_is_recognised_when_a_client_sends_it_back(serve, text
 
 
 HALF = '{"x": "\\ud83d"}'  # half of a character
+NUMBER = '{"x": [1e999]}'  # infinite
 DEEP = '{"x": ' + "[" * 900 + "]" * 900 + "}"
 
 
-@pytest.mark.parametrize("arguments", [HALF, DEEP, "[1]"], ids=["half a character", "deep", "no object"])
+@pytest.mark.parametrize(
+    "arguments", [HALF, NUMBER, DEEP, "[1]"], ids=["half a character", "number", "deep", "no object"]
+)
 async def test_a_call_that_cannot_be_encoded_again_is_text(serve, arguments):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     call = '<tool_call>{"name": "f", "arguments": ' + arguments + "}</tool_call><|end|>"
@@ -247,6 +250,47 @@ def test_idle_sessions_are_dropped_whatever_is_used_before_them():
     now = 30.0
     assert sessions.get("late", "") is None
     assert (len(sessions), sessions.tokens) == (1, 0)
+
+
+def with_a_turn(sessions, name):
+    session = sessions.use(name, "")
+    sessions.add(session, session.token_prompt((1, 2)), turn((3,)), {"role": "assistant", "content": ""})
+    sessions.leave(session)
+    return session
+
+
+def test_an_attempt_to_store_a_session_is_a_use_of_it():
+    now = 0.0
+    sessions = Sessions(Limits(session_idle_s=10.0), lambda: now)
+    with_a_turn(sessions, "a")
+    for attempt_s in (8.0, 16.0, 24.0):
+        now = attempt_s
+        with pytest.raises(OSError, match="full"), sessions.ending(sessions.find("a", "")):
+            raise OSError("full")
+    now = 40.0
+    assert sessions.get("a", "") is None
+
+
+def test_a_session_that_was_dropped_is_not_stored():
+    sessions = Sessions(Limits(), lambda: 0.0)
+    session = with_a_turn(sessions, "a")
+    sessions.drop(session)
+    other = with_a_turn(sessions, "a")
+    with pytest.raises(APIError, match="there is no session 'a'"), sessions.ending(session):
+        pytest.fail("it is stored")
+    assert (sessions.get("a", ""), sessions.tokens) == (other, 3)
+
+
+def test_who_speaks_is_part_of_a_conversation(text):
+    session = Session("s", "")
+
+    def ask(speaker, *more):
+        return session.chat_prompt([{**user("hi"), "name": speaker}, *more], (), text)
+
+    session.add(ask("alice"), turn((7,)), {"role": "assistant", "content": "it"})
+    answered = [{"role": "assistant", "content": "it", "name": "policy"}, user("again")]
+    assert ask("alice", *answered).parent is not None
+    assert ask("bob", *answered).parent is None
 
 
 def test_one_key_cannot_take_all_sessions():

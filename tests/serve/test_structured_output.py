@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
 from asyncrl.interfaces import SamplingParams, Tool
+from asyncrl.serve import chat as chat_module
 from asyncrl.serve.chat import Form, calls_grammar, json_grammar
 from asyncrl.serve.limits import Limits
 from asyncrl.serve.text import Choice, ParsedTurn
@@ -218,3 +220,30 @@ def test_bytes_of_tokens(text):
     end = text.renderer.end_of_turn_id
     assert bytes(text.spelled_bytes(end)).decode() == text.spelling(end)
     assert (text.spelled_bytes(text.vocabulary + 1), text.piece(text.vocabulary + 1)) == ([], "")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}),
+        ("/v1/responses", {"model": "tiny", "input": "say it", "tool_choice": "required"}),
+        ("/v1/messages", {**MESSAGE, "tool_choice": {"type": "any"}}),
+        ("/v1/completions", {"model": "tiny", "prompt": "say it"}),
+    ],
+)
+async def test_a_large_grammar_is_made_beside_the_event_loop(serve, monkeypatch, path, fields):
+    large = {"type": "object", "description": "x" * 70_000}
+    if path == "/v1/completions":
+        fields = {**fields, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": large}}}
+    else:
+        chat = {"type": "function", "function": {"name": "f", "parameters": large}}
+        other = {"/v1/messages": {"name": "f", "input_schema": large}}
+        other["/v1/responses"] = {"type": "function", "name": "f", "parameters": large}
+        fields = {**fields, "tools": [other.get(path, chat)]}
+    threads, make = [], chat_module._json
+    monkeypatch.setattr(chat_module, "_json", lambda schema: threads.append(threading.get_ident()) or make(schema))
+    async with serve() as served:
+        error = await served.post(path, fields, status=400)
+        assert "have more than 65536 bytes" in json.dumps(error)
+    assert threads
+    assert threading.get_ident() not in threads

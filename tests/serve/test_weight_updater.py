@@ -9,6 +9,7 @@ import time
 from contextlib import asynccontextmanager, contextmanager
 from typing import ClassVar
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,6 +18,7 @@ from asyncrl.errors import ResourceError, WeightError, WeightVersionError
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.serve.pool import Follower, WeightUpdater
 from asyncrl.testing import ScriptedEngine
+from asyncrl.weights import Adapter
 from engines.weights.shared_memory import SharedMemoryTransport
 from engines.weights.store import StoreTransport
 
@@ -279,6 +281,39 @@ async def test_no_replica_without_adapters_joins_while_one_is_committed(pool, up
     monkeypatch.setattr(pool, "publish", refusing)
     with pytest.raises(WeightError, match="serves none: publish the weights with the adapter merged in"):
         await updater.swap(folder, adapter="red")
+
+
+@pytest.mark.parametrize("second", ["an adapter", "full weights"])
+async def test_the_rules_hold_when_a_version_is_committed(transport, folder, monkeypatch, second):
+    """Another trainer prepares a version while the first adapter is committed."""
+    (folder / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    published = []
+    async with ReplicaPool({}, transport=transport) as pool:
+        updater, publish = WeightUpdater(pool, transport), pool.publish
+
+        async def watched(manifest):
+            published.append(manifest)
+            if manifest.version == 1:
+                other = transport.publish({"w": torch.ones(3)}.items(), version=2)
+                blue = Adapter(rank=2, alpha=4.0, name="blue") if second == "an adapter" else None
+                updater.prepare(msgspec.structs.replace(other, adapter=blue))
+            return await publish(manifest)
+
+        monkeypatch.setattr(pool, "publish", watched)
+        await updater.swap(folder, adapter="red")
+        if second == "full weights":
+            with pytest.raises(WeightError, match=r"adapters \('red'\) are served"):
+                await updater.commit(2)
+            return
+        await updater.commit(2)
+        assert [each.adapter.name for each in published[1].beside] == ["red"]
+
+
+async def test_two_concurrent_swaps_of_manifests_are_served_one_after_the_other(updater, pool, transport):
+    manifests = [transport.publish({"w": torch.ones(3)}.items(), version=version) for version in (1, 2)]
+    ended = await asyncio.gather(*map(updater.swap_manifest, manifests))
+    assert [each.committed for each in ended] == [("r0",), ("r0",)]
+    assert pool.weight_version == 2
 
 
 async def test_a_version_that_is_committed_while_no_replica_serves_is_served_by_the_next(transport, folder):

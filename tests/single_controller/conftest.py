@@ -19,7 +19,7 @@ MakeGroup = Callable[..., WorkerGroup]
 HERE = Path(__file__).parent
 
 
-QUICK_ON_RAY = ("test_ray", "test_worker_group")
+QUICK_ON_RAY = ("test_worker_group",)
 """Modules whose cases on Ray are in the quick run; of the others it has those on the local backend alone."""
 
 

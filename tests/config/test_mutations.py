@@ -128,7 +128,7 @@ def test_the_file_itself_is_right(tmp_path):
     assert code == 0, text
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(seed=st.integers(0, 2**32), times=st.integers(1, 3))
 def test_any_mutation_is_accepted_or_refused_in_words(tmp_path_factory, seed, times):
     randomness = random.Random(seed)
@@ -138,7 +138,7 @@ def test_any_mutation_is_accepted_or_refused_in_words(tmp_path_factory, seed, ti
     check(tmp_path_factory, content)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     key=st.sampled_from(
         ["trainer.lr", "name", "runs", "env.options.x", "env.options", "steps", "model.path", "trainer"]

@@ -13,7 +13,7 @@ import torch
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import values_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]  # a cluster of its own
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")

@@ -19,17 +19,6 @@ MakeGroup = Callable[..., WorkerGroup]
 HERE = Path(__file__).parent
 
 
-QUICK_ON_RAY = ("test_ray", "test_worker_group")
-"""Modules whose cases on Ray are in the quick run; of the others it has those on the local backend alone."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before marks are asked for
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent == HERE and item.path.stem not in QUICK_ON_RAY and item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(scope="module")
 def ray_cluster() -> None:
     """A cluster for the modules of this folder; :func:`pytest_runtest_teardown` ends it after the last in a row."""

@@ -502,7 +502,7 @@ def law(
 @pytest.mark.parametrize(
     "share",
     [
-        0.2,
+        0.1,
         pytest.param(1, marks=pytest.mark.slow),
         pytest.param(5, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
     ],

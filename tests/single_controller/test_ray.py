@@ -108,7 +108,6 @@ def test_workers_get_the_variables_of_spmd_programs(group: RayWorkerGroup) -> No
     assert int(addresses[0][1]) > 0
 
 
-@pytest.mark.slow
 def test_a_reference_of_rays_own_stands_for_its_value(group: RayWorkerGroup) -> None:
     assert group.take(ray.put(7)).result(TIMEOUT_S) == ["int", "int"]
     assert group.take(value=ray.put(DataProto.from_dict({"x": torch.arange(2)}))).result(TIMEOUT_S) == ["DataProto"] * 2

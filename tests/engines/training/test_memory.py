@@ -80,9 +80,8 @@ SIZES: dict[str, Any] = {"tied": False, "vocab_size": 64}
 ROWS = {"shape": MeshShape(), "max_tokens": TOKENS, "row_tokens": 64}
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype"), [pytest.param("cpu", "float32", marks=pytest.mark.slow), ("cuda", "bfloat16")]
-)
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
+@pytest.mark.slow
 def test_layers_with_windows_need_as_much_each(
     model_folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch, device: str, dtype: ComputeDtype
 ) -> None:

@@ -110,6 +110,7 @@ def an_owner(tmp_path: Path, how: str) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.slow
 def test_what_a_dead_publisher_left_is_removed_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
     with an_owner(tmp_path, "dies") as owner:
         assert owner.wait() == -signal.SIGKILL

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, InfrastructureError, RunStoppedError
-from asyncrl.plugins import Part
+from asyncrl.plugins import Part, part_path, part_text
 from asyncrl.runtime import BackgroundProgram, in_thread
 from asyncrl.storage import path_or_url
 from asyncrl.tasks import run
@@ -246,7 +246,10 @@ def _answering(
             model = str(checkpoint)
     tables = config_tables(config)
     own = tables.get("env", {})
-    if data is not None and own and not _is_named(env):
+    named = env.get("name") if isinstance(env, Mapping) else env
+    if own and named is not None and not _is_same(named, own.get("name", DATASET_NAMES[0])):
+        own.pop("options", None)  # those of the environment that is replaced
+    elif data is not None and own and named is None:
         own = tables["env"] = for_rows(own)
     if reward is not None and own.get("name", DATASET_NAMES[0]) in DATASET_NAMES:
         own.get("options", {}).pop("rewards", None)
@@ -266,8 +269,11 @@ def _answering(
     return with_stored_rows(made, rows)
 
 
-def _is_named(env: Part | Mapping[str, Any] | None) -> bool:
-    return "name" in env if isinstance(env, Mapping) else env is not None
+def _is_same(env: Part, other: Part) -> bool:
+    """Return whether both name one environment, as far as can be known without importing it."""
+    with contextlib.suppress(ConfigError):
+        return part_path("asyncrl.environments", env) == part_path("asyncrl.environments", other)
+    return part_text(env) == part_text(other)
 
 
 def _own_config(checkpoint: Path | str) -> Path | None:

@@ -127,7 +127,12 @@ def for_rows(env: Mapping[str, Any]) -> dict[str, Any]:
     """
     name = env.get("name", DATASET_NAMES[0])
     tasks = env.get("options", {}).get("tasks", DATASET_NAMES[0]) if name == "command" else name
-    if offered_options("asyncrl.environments", tasks, {"held_out": None}, path="env.name"):
+    try:
+        takes_rows = offered_options("asyncrl.environments", tasks, {"held_out": None}, path="env.name")
+    except ConfigError as error:
+        more = f'or give env="{DATASET_NAMES[0]}", which takes the rows as they are'
+        raise ConfigError(f"{error}; {more}", path=error.path, remedy=f"{error.remedy}; {more}") from error
+    if takes_rows:
         return dict(env)
     return {**env, "name": DATASET_NAMES[0], "options": {}}
 

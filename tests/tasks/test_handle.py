@@ -203,6 +203,18 @@ def test_rows_are_answered_whatever_the_run_was_trained_on(tmp_path: Path, asked
 
 
 def test_a_reward_that_is_given_judges_all_rows(tmp_path: Path, asked: list[Config]):
+def test_rows_are_answered_though_the_environment_of_the_run_is_gone(tmp_path: Path, asked: list[Config]):
+    base = {"name": "first", "steps": 1, "runs": str(tmp_path), "model": {"path": "m"}}
+    gone = {**base, "env": {"name": "asyncrl.tasks.settings:_env.<locals>.<lambda>", "options": {"digits": 2}}}
+    with pytest.raises(ConfigError, match=r'give it again, in Python; or give env="dataset"'):
+        evaluate(gone, data="b.jsonl")
+    evaluate(gone, data="b.jsonl", reward="exact", env="dataset")
+    assert (asked[-1].env.name, asked[-1].env.options) == ("dataset", {"held_out": "b.jsonl", "reward": "exact"})
+    dataset = {**base, "env": {"name": "asyncrl.envs.dataset:DatasetFactory", "options": {"columns": {"prompt": "q"}}}}
+    evaluate(dataset, data="b.jsonl", env="dataset")  # the same by another name: its options stay
+    assert asked[-1].env.options == {"columns": {"prompt": "q"}, "held_out": "b.jsonl"}
+
+
     options = {"files": "a.jsonl", "rewards": {"openai/gsm8k": "gsm8k"}}
     config = {"name": "first", "steps": 1, "model": {"path": "m"}, "env": {"name": "dataset", "options": options}}
     evaluate(config, data="b.jsonl", reward=len)

@@ -15,7 +15,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -399,7 +399,8 @@ class Run(Generic[_Result]):
         try:
             return await self._program.join(timeout_s)
         except asyncio.CancelledError:
-            if self._stopped:
+            task = asyncio.current_task()
+            if self._stopped and not (task and task.cancelling()):  # else it is the caller that is cancelled
                 raise self._stopped_error() from None
             raise
         finally:
@@ -482,7 +483,7 @@ class Run(Generic[_Result]):
                 self.wait()
                 return
             if self._program is not None:
-                with contextlib.suppress(Exception):  # raised again when the last steps have been yielded
+                with self._looking():
                     self.wait(_LOOK_S)
             else:
                 time.sleep(_LOOK_S)
@@ -498,10 +499,19 @@ class Run(Generic[_Result]):
                 await self
                 return
             if self._program is not None:
-                with contextlib.suppress(Exception):
+                with self._looking():
                     await self._join(_LOOK_S)
             else:
                 await asyncio.sleep(_LOOK_S)
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Let a wait end with the run, whatever has ended that: the last steps are yielded before it is raised."""
+        try:
+            yield
+        except Exception as error:
+            if not (self.ended or isinstance(error, TimeoutError)):
+                raise
 
     @property
     def metrics(self) -> Any:
@@ -564,7 +574,7 @@ class Run(Generic[_Result]):
         return report_text(self._results())
 
     def _steps(self) -> list[dict[str, Any]]:
-        return [line for line in self._known() if "reward_mean" in line]
+        return _training_steps(self._directory, self._known)
 
     def _known(self) -> list[dict[str, Any]]:
         """Return what is shown of each line of metrics; each is read once."""
@@ -577,25 +587,28 @@ class Run(Generic[_Result]):
         return read_json_lines(self.path / name)
 
 
+def _training_steps(
+    directory: RunDirectory | None, read: Callable[[], Iterable[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Return the lines of training steps among those read, without what a resume in this program trains again."""
+    last = directory.stale_after if directory is not None else None  # before the lines are read
+    return [line for line in read() if "reward_mean" in line and (last is None or line["step"] <= last)]
+
+
 class _NewSteps:
     """The lines of training steps in the metrics of a run, each read once."""
 
     def __init__(self, run: Path, directory: RunDirectory | None) -> None:
         self._lines = LineFollower(run / "metrics.jsonl", sound_record)
         self._directory = directory
-        self._last_s = float("-inf")
+        self._returned: set[tuple[int, float | None]] = set()
 
     def new(self) -> list[dict[str, Any]]:
         """Return the steps that were done since the last call.
 
-        A resume writes the file anew and trains some steps again: one of this program's own is known before it does,
-        and time goes on over any, so that what is later is new.
+        A resume writes the file anew and trains some steps again: these have another time, the others the same.
         """
-        last = self._directory.stale_after if self._directory is not None else None  # before the lines are read
-        steps = [line for *_where, line in self._lines.new_records() if "reward_mean" in line]
-        if last is not None:
-            steps = [line for line in steps if line["step"] <= last]
-        found = [line for line in steps if line["time_s"] > self._last_s]
-        if found:
-            self._last_s = found[-1]["time_s"]
+        lines = _training_steps(self._directory, lambda: (line for *_where, line in self._lines.new_records()))
+        found = [line for line in lines if (line["step"], line.get("time_s")) not in self._returned]
+        self._returned.update((line["step"], line.get("time_s")) for line in found)
         return found

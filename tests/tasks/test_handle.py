@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -202,7 +203,6 @@ def test_rows_are_answered_whatever_the_run_was_trained_on(tmp_path: Path, asked
         assert (asked[-1].env.name, asked[-1].env.options) == (env["name"], {**env["options"], "held_out": "b.jsonl"})
 
 
-def test_a_reward_that_is_given_judges_all_rows(tmp_path: Path, asked: list[Config]):
 def test_rows_are_answered_though_the_environment_of_the_run_is_gone(tmp_path: Path, asked: list[Config]):
     base = {"name": "first", "steps": 1, "runs": str(tmp_path), "model": {"path": "m"}}
     gone = {**base, "env": {"name": "asyncrl.tasks.settings:_env.<locals>.<lambda>", "options": {"digits": 2}}}
@@ -215,6 +215,7 @@ def test_rows_are_answered_though_the_environment_of_the_run_is_gone(tmp_path: P
     assert asked[-1].env.options == {"columns": {"prompt": "q"}, "held_out": "b.jsonl"}
 
 
+def test_a_reward_that_is_given_judges_all_rows(tmp_path: Path, asked: list[Config]):
     options = {"files": "a.jsonl", "rewards": {"openai/gsm8k": "gsm8k"}}
     config = {"name": "first", "steps": 1, "model": {"path": "m"}, "env": {"name": "dataset", "options": options}}
     evaluate(config, data="b.jsonl", reward=len)
@@ -321,6 +322,42 @@ def test_steps_come_before_what_ended_the_run_and_again_after_a_resume_from_earl
     with pytest.raises(InfrastructureError, match="it failed"):
         asyncio.run(follow_on_a_loop(run, seen)) if on_a_loop else follow(run, seen)
     assert seen == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("on_a_loop", [False, True])
+def test_an_error_that_is_not_the_end_of_the_run_is_raised_at_once(tmp_path: Path, on_a_loop: bool):
+    def fail() -> None:
+        raise OSError("not the run's")
+
+    run = scripted(tmp_path, [(1, 0.1)])
+    cast("Any", run)._program._parts.insert(0, fail)
+    with pytest.raises(OSError, match="not the run's"):
+        asyncio.run(follow_on_a_loop(run, [])) if on_a_loop else follow(run, [])
+
+
+async def test_a_task_that_is_cancelled_yields_no_more_steps_of_a_stopped_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run, seen, joined = scripted(tmp_path, [(1, 0.1)]), list[int](), asyncio.Event()
+    program: Any = run._program
+
+    async def join(timeout_s: float | None = None) -> None:
+        joined.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            with contextlib.suppress(InfrastructureError):
+                await asyncio.to_thread(program.wait)
+            raise
+
+    monkeypatch.setattr(program, "join", join)
+    run._stopped = True
+    following = asyncio.ensure_future(follow_on_a_loop(run, seen))
+    await joined.wait()
+    following.cancel()
+    done, _ = await asyncio.wait([following], timeout=5)
+    following.cancel()
+    assert (len(done), following.cancelled(), seen) == (1, True, [])
 
 
 def test_a_line_of_metrics_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -450,9 +487,37 @@ def test_steps_that_a_resume_trains_again_come_as_they_are_now(tmp_path: Path):
         lambda: (trained(resumed, 4, 5, 6, reward=1.0), resumed.close()),
     )
     run: Run[Any] = Run(path, config=config, program=program, directory=resumed)  # type: ignore[arg-type]
+    assert repr(run).endswith("step 3 of 6>"), "what the resume is about to remove does not count"
     found = [(step["step"], step["reward_mean"]) for step in run]
     assert found == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 1.0), (5, 1.0), (6, 1.0)]
+    assert repr(run).endswith("step 6 of 6>")
     assert [next(seen)["step"] for _ in range(3)] == [4, 5, 6]
+
+
+def test_steps_after_two_resumes_in_a_row_come_though_the_clock_of_the_run_went_back(tmp_path: Path):
+    config, _ = python_config(model="m", env="calculator", settings={"steps": 6})
+    now = [0.0]
+
+    def trained(directory: RunDirectory, *steps: int, each_s: float) -> None:
+        for step in steps:
+            now[0] += each_s
+            directory.log_metrics({"reward_mean": 0.5}, step=step, version=step)
+
+    with RunDirectory.create(tmp_path, "run", clock=lambda: now[0]) as directory:
+        directory.write_config(config.to_toml())
+        trained(directory, 1, 2, 3, 4, 5, each_s=100.0)
+    second = RunDirectory.open(directory.path, clock=lambda: now[0])
+    seen = iter(attach(directory.path))
+    assert [next(seen)["step"] for _ in range(5)] == [1, 2, 3, 4, 5]
+    second.rewind(3)
+    second.close()  # before its first step
+    with RunDirectory.open(directory.path, clock=lambda: now[0]) as third:
+        trained(third, 4, each_s=50.0)
+    with third.metrics_path.open("a") as file:
+        file.write('{"step": 5, "reward_mean": 0.5}\n')
+    assert [next(seen)["step"] for _ in range(2)] == [4, 5]
+    with pytest.raises(InfrastructureError, match="without a summary"):
+        next(seen)
 
 
 @pytest.mark.parametrize("killed", [False, True])

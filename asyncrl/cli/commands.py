@@ -161,7 +161,7 @@ def eval_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     config = _configuration(namespace.file, settings)
     _check_data(namespace.data)
     if namespace.dry_run:
-        return _dry_run(config, loads_model=namespace.checkpoint is None, uses_tasks=False)
+        return _dry_run(config, loads_model=namespace.checkpoint is None, trains=False)
     from asyncrl.tasks.run import evaluate
 
     _show_scores(evaluate(config, **_answer_arguments(namespace)), as_json=namespace.json)
@@ -177,7 +177,7 @@ def generate_command(namespace: argparse.Namespace, settings: Sequence[str]) -> 
     config = _configuration(namespace.file, settings)
     _check_data(namespace.data)
     if namespace.dry_run:
-        return _dry_run(config, loads_model=namespace.checkpoint is None, uses_tasks=False)
+        return _dry_run(config, loads_model=namespace.checkpoint is None, trains=False)
     from asyncrl.tasks.run import generate
 
     for answer in generate(config, prompt=namespace.prompt, **_answer_arguments(namespace)):
@@ -589,10 +589,10 @@ def _check_path(path: Path | str | None, key: str) -> None:
         raise ConfigError(f"{key} = {str(path)!r}: no such file or folder", path=key, remedy="check the path")
 
 
-def _dry_run(config: Config, *, loads_model: bool = True, uses_tasks: bool = True) -> int:
+def _dry_run(config: Config, *, loads_model: bool = True, trains: bool = True) -> int:
     from asyncrl.tasks.checks import check_start
 
-    check_start(config, loads_model=loads_model, uses_tasks=uses_tasks)
+    check_start(config, loads_model=loads_model, trains=trains)
     return _show_resolved(config)
 
 

@@ -41,13 +41,13 @@ from asyncrl.weights import TransportSpec
 
 
 def check_start(
-    config: Config, *, loads_model: bool = True, uses_tasks: bool = True, stores: bool = False
+    config: Config, *, loads_model: bool = True, trains: bool = True, stores: bool = False
 ) -> EnvironmentFactory:
     """Check what a run needs beside its configuration; return its environments, which were made for that. Blocks.
 
     Nothing is started or loaded, and no weights are read. ``loads_model`` is whether the configured model counts,
-    ``uses_tasks`` whether the environment's tasks do. With ``stores`` a small file is written to ``checkpoint.url``
-    and removed.
+    ``trains`` whether the algorithm and the environment's tasks do. With ``stores`` a small file is written to
+    ``checkpoint.url`` and removed.
 
     Raises:
         ConfigError: with every problem.
@@ -65,10 +65,11 @@ def check_start(
         with _foreign("env.name", config.env.name):
             made.append(Assembly(config, log_folder=config.runs))
 
-    _run(partial(check_algorithm, config), assemble, partial(_check_parts, config))
+    algorithm = [partial(check_algorithm, config)] if trains else []
+    _run(*algorithm, assemble, partial(_check_parts, config))
     (assembly,) = made
     checks: list[Callable[[], object]] = [assembly.make_buffer]
-    if uses_tasks:
+    if trains:
         checks.append(partial(_check_tasks, config, assembly.environments))
     if loads_model:
         checks.append(partial(_check_policy, config, assembly.environments))

@@ -303,8 +303,9 @@ class Recording:
             if life not in forks:
                 recorded = self.config_of(step)
                 forks[life] = fork_config(recorded, settings)
-                forked |= {*forked_keys(recorded, forks[life])}
-                check_algorithm(forks[life], samples=False)
+                if changed := forked_keys(recorded, forks[life]):
+                    forked |= {*changed}
+                    check_algorithm(forks[life], samples=False)
                 _check_advantage(forks[life])
             configs[step] = forks[life]
         trackers = configs[last].telemetry.trackers if "telemetry.trackers" in settings else ()

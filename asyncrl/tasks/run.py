@@ -356,7 +356,7 @@ async def _serving(
     ``weights`` are a model folder and its version. A model that is made on the spot is made from the tasks of
     ``made_with``, whatever it answers.
     """
-    await in_thread(check_start, made_with, loads_model=weights is None, uses_tasks=False)
+    await in_thread(check_start, made_with, loads_model=weights is None, trains=False)
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDirectory.create(config.runs, f"{config.name}-eval"))
         assembly = Assembly(config, log_folder=run.logs)

@@ -259,6 +259,7 @@ def test_the_command_line_refuses_with_2(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["train", str(file), "--dry-run"]) == 2
     assert "the gradient is that of other samples" in capsys.readouterr().err
     assert main(["train", str(file), "--dry-run", "--algorithm.allow-unsound", "true"]) == 0
+    assert main(["eval", str(file), "--dry-run"]) == 0, "nothing trains"
 
 
 def test_a_users_algorithm_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,13 @@ def test_rows_that_change_rotary_positions_are_refused(tmp_path: Path) -> None:
         check_start(made)
 
 
+def test_an_algorithm_counts_only_where_it_trains(tmp_path: Path) -> None:
+    made = config(tmp_path, algorithm={"correction": "none"})
+    with pytest.raises(ConfigError, match="algorithm.correction"):
+        check_start(made)
+    check_start(made, trains=False)
+
+
 def test_one_error_has_all_problems_of_a_stage(tmp_path: Path) -> None:
     made = config(tmp_path, weights={"options": {"x": 1}}, ledger={"kind": "json"}, algorithm={"correction": "none"})
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*algorithm.correction.*weights.options.x"):

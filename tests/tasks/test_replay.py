@@ -195,6 +195,18 @@ def test_a_replay_that_cannot_begin_or_end_in_order_leaves_nothing_open(
     assert (closed, [is_locked(folder) for folder in folders]) == (["progress"], [False, False])
 
 
+def test_a_run_from_before_a_rule_is_replayed_and_its_forks_are_held_to_the_rule(small_config: MakeConfig):
+    algorithm = {"correction": "none", "allow_unsound": True}
+    run = recorded(small_config(steps=1, eval={"tasks": 0}, algorithm=algorithm))
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("allow_unsound = true", "allow_unsound = false"))
+    with asyncrl.Recording(run) as recording:
+        assert not recording.config.algorithm.allow_unsound
+        assert recording.replay().equal
+        with pytest.raises(ConfigError, match="algorithm.correction"):
+            recording.train({"trainer.lr": 1e-3})
+
+
 class Stopped(Exception):
     pass
 

@@ -16,11 +16,12 @@ and renormalised one. Greedy ones are those of the untempered distribution.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import count
 from pathlib import Path
@@ -280,6 +281,8 @@ class SGLangEngine:
         self._ordering = asyncio.Lock()
         self._fenced = ""
         self._closed = False
+        self._ended: asyncio.Future[None] | None = None
+        """Done when a started engine is closed."""
         self._warned_of_seeds = False
         self._tokens = self._prompt_tokens = self._finished = self._aborted = 0
         self._busy_s = 0.0
@@ -309,6 +312,7 @@ class SGLangEngine:
                     max_rank=options.max_adapter_rank,
                     most=options.max_adapters,
                 )
+            self._ended = asyncio.get_running_loop().create_future()
             self._sglang = SGLangControl(options, adaptable=adaptable)
             self._model_tokens = self._read_tokens(self._sglang.manager.model_config)
             await self._sglang.probe(next(self._numbers))
@@ -336,6 +340,8 @@ class SGLangEngine:
         self._fail_held(EngineClosedError("the engine is closed"))
         if self._unloading is not None:
             self._unloading.cancel()
+        if self._ended is not None:
+            self._ended.set_result(None)
         if self._sglang is not None:
             await self._sglang.close()
 
@@ -345,6 +351,10 @@ class SGLangEngine:
         if self._sglang is None:
             raise EngineError("the engine has not been started: await engine.start() first")
         return self._sglang
+
+    async def _finish(self, order: Awaitable[None]) -> None:
+        """Carry out an order even if the caller is cancelled, but not once the engine is closed."""
+        await shield_until_done(order, ended=self._ended, ended_error=EngineClosedError("the engine is closed"))
 
     def _notify(self) -> None:
         self._changed.set()
@@ -470,7 +480,7 @@ class SGLangEngine:
     async def pause(self) -> None:
         sglang = self._serving()
         async with self._ordering:
-            await shield_until_done(self._pause(sglang))
+            await self._finish(self._pause(sglang))
 
     async def _pause(self, sglang: SGLangControl) -> None:
         self._paused = True
@@ -482,7 +492,7 @@ class SGLangEngine:
     async def resume(self) -> None:
         sglang = self._serving()
         async with self._ordering:
-            await shield_until_done(self._resume(sglang))
+            await self._finish(self._resume(sglang))
 
     async def _resume(self, sglang: SGLangControl) -> None:
         if not (self._fenced or self._asleep):
@@ -496,7 +506,7 @@ class SGLangEngine:
     async def sleep(self) -> None:
         """Have SGLang move the weights to the host and drop its KV cache; on a CPU it only stops."""
         check_sleep_mode(self._options.sleep_mode)
-        await shield_until_done(self._sleep(self._serving()))
+        await self._finish(self._sleep(self._serving()))
 
     async def _sleep(self, sglang: SGLangControl) -> None:
         async with self._updating, self._ordering:
@@ -512,7 +522,7 @@ class SGLangEngine:
             await sglang.release_memory()
 
     async def wake(self) -> None:
-        await shield_until_done(self._wake(self._serving()))
+        await self._finish(self._wake(self._serving()))
 
     async def _wake(self, sglang: SGLangControl) -> None:
         async with self._updating, self._ordering:
@@ -555,10 +565,16 @@ class SGLangEngine:
     async def _unload(self, sglang: SGLangControl) -> None:
         """Free a replaced adapter. SGLang does so when its last request has ended, and takes no such order twice.
 
-        So one whose caller is cancelled goes on, and the next call waits for it.
+        So one whose caller is cancelled goes on, and the next call waits for it. In a pause, where no request ends,
+        that call fails.
         """
         if self._unloading is None:
             self._unloading = asyncio.create_task(sglang.unload_adapter(self._replaced.pop()))
+        elif self._paused and not self._unloading.done():
+            raise WeightError(
+                "the engine is paused, and an adapter that was replaced is freed first, when its last request has "
+                "ended: resume() it, and prepare again"
+            )
         await asyncio.wait([self._unloading])
         self._serving()
         ended, self._unloading = self._unloading, None
@@ -582,7 +598,8 @@ class SGLangEngine:
                 loaded.append(name)
         except Exception:
             for name in loaded:  # SGLang takes no name twice, and the commit may be repeated
-                await sglang.unload_adapter(name)
+                with contextlib.suppress(WeightError):
+                    await sglang.unload_adapter(name)
             raise
         changed = adapters.committed([manifest for manifest, _ in parts])
         self._version, self._prepared = version, None
@@ -623,9 +640,9 @@ class SGLangEngine:
         sglang, adapters = self._serving(), self._adapters
         async with self._updating, self._ordering:
             if adapters is not None:
-                await shield_until_done(self._commit_adapters(adapters, version))
+                await self._finish(self._commit_adapters(adapters, version))
             else:
-                await shield_until_done(self._commit(sglang, version, kv_cache=kv_cache))
+                await self._finish(self._commit(sglang, version, kv_cache=kv_cache))
 
     async def _commit(self, sglang: SGLangControl, version: int, *, kv_cache: KVCachePolicy) -> None:
         staged = self._staged
@@ -636,7 +653,12 @@ class SGLangEngine:
         named = staged.staged(version)
         self._committing = True
         try:
-            await sglang.freeze("in_place" if kv_cache == "keep" else "retract")
+            try:
+                await sglang.freeze("in_place" if kv_cache == "keep" else "retract")
+            except Exception:
+                if not (self._paused or self._fenced):  # SGLang may have taken the order
+                    await sglang.thaw()
+                raise
             try:
                 await sglang.load(named, version=version, flush=kv_cache == "recompute")
             except Exception as error:

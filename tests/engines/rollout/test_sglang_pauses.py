@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.errors import EngineError, WeightError
+from asyncrl.errors import EngineClosedError, EngineError, WeightError
 from asyncrl.interfaces import Generation, GenerationRequest
 from engines.rollout.request import ModelTokens
 from engines.rollout.sglang.engine import SGLangEngine
@@ -23,12 +23,12 @@ Collect = Callable[..., Any]
 class FakeSGLang:
     """SGLang's control and its manager: an endless queue until :meth:`sample`, then all tokens at once.
 
-    Orders named ``slow`` wait for ``answers``, those named ``refused`` fail, and one that is cancelled has no effect.
+    Orders named ``slow`` wait for ``answers``, those in ``refused`` fail, and one that is cancelled has no effect.
     """
 
     def __init__(self) -> None:
         self.manager = self
-        self.slow = self.refused = ""
+        self.slow, self.refused = "", set[str]()
         self.ordered, self.answers = asyncio.Event(), asyncio.Event()
         self.adapters: list[str] = []
         self.frozen = False
@@ -64,8 +64,11 @@ class FakeSGLang:
         if name == self.slow:
             self.ordered.set()
             await self.answers.wait()
-        if name == self.refused:
+        if name in self.refused:
             raise WeightError(f"no {name}")
+
+    async def close(self) -> None:
+        pass
 
     async def freeze(self, mode: str) -> None:
         await self._order("freeze")
@@ -133,6 +136,7 @@ async def made(**options: Any) -> tuple[SGLangEngine, FakeSGLang]:
     engine, sglang = SGLangEngine("model", **options), FakeSGLang()
     parts: Any = (sglang, FakeStaged())
     engine._sglang, engine._staged = parts
+    engine._ended = asyncio.get_running_loop().create_future()
     engine._model_tokens = ModelTokens("model", None, vocabulary=10, max_model_tokens=100)
     return engine, sglang
 
@@ -226,9 +230,10 @@ async def test_a_commit_that_did_not_begin_to_load_costs_no_request(request_of: 
     engine, sglang = await made()
     running = asyncio.ensure_future(collect(engine, request_of("running", [1], 4)))
     await settled()
-    sglang.refused = "freeze"
+    sglang.refused, sglang.frozen = {"freeze"}, True  # it was taken, and its answer is lost
     with pytest.raises(WeightError, match="no freeze"):
         await engine.commit_weights(1)
+    assert not sglang.frozen
     sglang.sample()
     async with asyncio.timeout(5):
         got: Generation = await running
@@ -264,19 +269,65 @@ async def test_an_adapter_is_freed_though_the_caller_that_ordered_it_is_cancelle
     assert sglang.adapters == []
 
 
+async def test_an_adapter_that_cannot_be_freed_in_a_pause_is_not_waited_for() -> None:
+    engine, sglang = await made()
+    adapters: Any = FakeAdapters()
+    engine._adapters, engine._replaced, sglang.adapters = adapters, ["a@1"], ["a@1"]
+    parts: Any = [(SimpleNamespace(adapter=None), {})]
+    sglang.slow = "unload a@1"
+    preparing = asyncio.ensure_future(engine.prepare_adapters(parts, version=2))
+    await sglang.ordered.wait()
+    preparing.cancel()
+    await engine.pause()
+    with pytest.raises(WeightError, match=r"an adapter that was replaced is freed first.*resume\(\) it"):
+        await asyncio.wait_for(engine.prepare_adapters(parts, version=3), 5)
+    await engine.resume()
+    sglang.answers.set()
+    await engine.prepare_adapters(parts, version=3)
+    assert sglang.adapters == []
+
+
 async def test_a_commit_of_adapters_that_fails_can_be_repeated() -> None:
     engine, sglang = await made()
     adapters: Any = FakeAdapters()
     engine._adapters, sglang.adapters = adapters, ["a@1", "b@1"]
     parts = [(SimpleNamespace(version=2, adapter=SimpleNamespace(name=name)), {}) for name in "ac"]
     prepared: Any = (2, parts)
-    engine._prepared, sglang.refused = prepared, "load c@2"
+    engine._prepared, sglang.refused = prepared, {"load c@2"}
     with pytest.raises(WeightError, match="no load c@2"):
         await engine.commit_weights(2)
     assert (sglang.adapters, engine.weight_version) == (["a@1", "b@1"], 0)
-    sglang.refused = ""
+    sglang.refused = set()
     await engine.commit_weights(2)
     assert (sglang.adapters, engine._replaced) == (["a@1", "b@1", "a@2", "c@2"], ["a@1"])
+
+
+async def test_a_commit_of_adapters_that_fails_says_why_though_its_cleanup_fails_too() -> None:
+    engine, sglang = await made()
+    adapters: Any = FakeAdapters()
+    parts = [(SimpleNamespace(version=2, adapter=SimpleNamespace(name=name)), {}) for name in "abc"]
+    prepared: Any = (2, parts)
+    engine._adapters, engine._prepared, sglang.refused = adapters, prepared, {"load c@2", "unload a@2"}
+    with pytest.raises(WeightError, match="no load c@2"):
+        await engine.commit_weights(2)
+    assert sglang.adapters == ["a@2"], "b@2 is freed all the same"
+
+
+@pytest.mark.parametrize("slow", ["freeze", "load", "thaw"])
+async def test_orders_that_sglang_never_answers_end_with_the_engine(slow: str) -> None:
+    engine, sglang = await made()
+    sglang.slow = slow
+    given_up, waiting = (asyncio.ensure_future(each) for each in (engine.commit_weights(1), engine.pause()))
+    await sglang.ordered.wait()
+    given_up.cancel()
+    await settled()
+    assert not given_up.done(), "a commit that has begun is finished"
+    await engine.close()
+    await settled()
+    ended = [each.done() for each in (given_up, waiting)]
+    sglang.answers.set()
+    found = await asyncio.gather(given_up, waiting, return_exceptions=True)
+    assert (ended, [type(each) for each in found]) == ([True, True], [asyncio.CancelledError, EngineClosedError])
 
 
 @pytest.mark.usefixtures("plain_orders")

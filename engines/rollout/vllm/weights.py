@@ -162,7 +162,7 @@ class WeightUpdates:
     async def _drop(self) -> None:
         """Have every rank release what it has fetched, and what it is fetching when it has that."""
         gone, ended = EngineError(GONE), self._started.llm.output_handler
-        with contextlib.suppress(EngineError):  # nothing is left where vLLM is gone
+        with contextlib.suppress(Exception):  # what ended the fetch is raised; and where vLLM is gone, nothing is left
             await shield_until_done(self._call("asyncrl_drop_fetch"), ended=ended, ended_error=gone)
 
     def check(self, version: int) -> None:

@@ -43,7 +43,10 @@ async def test_a_folder_may_have_a_longer_path_than_sockets(tmp_path: Path) -> N
     await confirmations.close()
 
 
-async def test_a_cancelled_fetch_is_dropped_by_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_cancelled_fetch_is_dropped_by_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
     started: Any = SimpleNamespace(
         llm=SimpleNamespace(output_handler=asyncio.get_running_loop().create_future()),
         tensors=SimpleNamespace(check_manifest=lambda manifest, held: {}),
@@ -55,6 +58,8 @@ async def test_a_cancelled_fetch_is_dropped_by_every_rank(tmp_path: Path, monkey
     async def call(method: str, *arguments: Any) -> None:
         called.append(method)
         begun.set()
+        if fails and method == "asyncrl_drop_fetch":
+            raise RuntimeError("a rank's error, as vLLM passes it on")
 
     monkeypatch.setattr(updates, "_call", call)
     manifest = WeightManifest(version=1, transport="disk", location="", tensors=())

@@ -60,7 +60,7 @@ class AnswersFile:
             self._held = stack.enter_context(_held(self._settings, path=path))
             plain, before = json.loads(json.dumps(to_json(settings))), self._held.read()
             if not before and path.exists():
-                self._settings.unlink()
+                self._settings.unlink(missing_ok=True)  # another start may be refused at the same moment
                 rule = f"--out = {str(path)!r} exists"
                 raise ConfigError(rule, path="--out", remedy="give another, or remove it")
             found = read_json_lines(self._journal) if before else []

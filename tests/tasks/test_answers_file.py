@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import asyncrl.tasks.generate
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import ConfigError, EnvironmentFailure, InvalidDataError, RolloutsLostError
 from asyncrl.rollout.trajectory import write_records
@@ -69,6 +70,23 @@ def test_a_finished_file_is_never_touched(tmp_path: Path):
     with pytest.raises(ConfigError, match="exists"):
         AnswersFile(path, settings=SETTINGS, samples=1)
     assert path.read_text() == "{}\n"
+
+
+def test_two_starts_that_a_finished_file_refuses_at_once_are_told_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "answers.jsonl"
+    path.write_text("{}\n")
+    held = asyncrl.tasks.generate._held
+
+    def other_first(settings: Path, **options: Any) -> Any:
+        file = held(settings, **options)
+        settings.unlink()  # by the other, which held the lock before
+        return file
+
+    monkeypatch.setattr(asyncrl.tasks.generate, "_held", other_first)
+    with pytest.raises(ConfigError, match="exists"):
+        AnswersFile(path, settings=SETTINGS, samples=1)
 
 
 def test_a_file_that_another_process_writes_is_refused(tmp_path: Path):

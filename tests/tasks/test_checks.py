@@ -135,7 +135,7 @@ def test_rows_that_change_rotary_positions_are_refused(tmp_path: Path) -> None:
 
 def test_an_algorithm_counts_only_where_it_trains(tmp_path: Path) -> None:
     made = config(tmp_path, algorithm={"correction": "none"})
-    with pytest.raises(ConfigError, match="algorithm.correction"):
+    with pytest.raises(ConfigError, match=r"algorithm\.correction"):
         check_start(made)
     check_start(made, trains=False)
 

@@ -49,7 +49,16 @@ from asyncrl.rollout.trajectory import RowRecord, write_records
 FORMAT = 4
 """``PRAGMA user_version`` of a file with these tables."""
 
-SCHEMA = """
+_BATCHES = """\
+CREATE VIEW batches AS
+  WITH resumed AS MATERIALIZED (SELECT sequence, step FROM events WHERE kind = 'resumed')
+  SELECT e.step, json_extract(e.body, '$.position') AS position, e.group_id,
+         row_number() OVER (PARTITION BY e.group_id ORDER BY e.sequence) - 1 AS use, e.sequence
+  FROM events e
+  WHERE e.kind IN ('consumed', 'reused')
+    AND NOT EXISTS (SELECT 1 FROM resumed r WHERE r.sequence > e.sequence AND r.step < e.step)"""
+
+SCHEMA = f"""
 CREATE TABLE events (
   sequence INTEGER PRIMARY KEY,
   body TEXT NOT NULL,
@@ -82,13 +91,7 @@ CREATE TABLE unfinished (
   body BLOB NOT NULL
 ) STRICT;
 
-CREATE VIEW batches AS
-  WITH resumed AS MATERIALIZED (SELECT sequence, step FROM events WHERE kind = 'resumed')
-  SELECT e.step, json_extract(e.body, '$.position') AS position, e.group_id,
-         row_number() OVER (PARTITION BY e.group_id ORDER BY e.sequence) - 1 AS use, e.sequence
-  FROM events e
-  WHERE e.kind IN ('consumed', 'reused')
-    AND NOT EXISTS (SELECT 1 FROM resumed r WHERE r.sequence > e.sequence AND r.step < e.step);
+{_BATCHES};
 
 CREATE VIEW groups AS
   WITH result AS (
@@ -135,7 +138,7 @@ CREATE VIEW sampled_turns AS
          json_extract(j.value, '$[2]') AS row, json_extract(j.value, '$[3]') AS turn,
          json_extract(j.value, '$[4]') AS tokens
   FROM events e, json_each(e.body, '$.turns') j WHERE e.kind = 'turns_appended';
-"""
+"""  # noqa: S608  of constants
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -238,6 +241,9 @@ def open_file(path: Path, *, connect: Connect, fsync: str) -> sqlite3.Connection
             connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
         elif version != FORMAT:
             raise LedgerError(f"{path} is a ledger of format {version}; this version reads format {FORMAT}")
+        elif not connection.execute("SELECT 1 FROM sqlite_master WHERE sql = ?", (_BATCHES,)).fetchone():
+            # An earlier version's view takes time that grows with the square of the run.
+            connection.executescript(f"BEGIN; DROP VIEW IF EXISTS batches; {_BATCHES}; COMMIT;")
     except BaseException:
         connection.close()
         raise

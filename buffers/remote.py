@@ -11,8 +11,9 @@ worker returned them until a trainer rank fetches them. Smaller ones travel in t
 The contract is that of :class:`asyncrl.interfaces.ReplayBuffer`. The distance adds:
 
 - :meth:`~RemoteReplayBuffer.put` and the other calls that do not wait send a message and return; the worker executes
-  them in order. If one of them is not legal, raises, or does not reach the worker, the buffer is closed with that
-  error: the next call raises it, and so does every wait.
+  them in order, but for one whose rows are still being made: later ones overtake it. If one of them is not legal,
+  raises, or does not reach the worker, the buffer is closed with that error: the next call raises it, and so does every
+  wait.
 - :meth:`~RemoteReplayBuffer.statistics` and the listeners of drops follow with the updates, within a round trip;
   :meth:`~RemoteReplayBuffer.settled` waits for everything that was sent.
 - A wait that is cancelled changes nothing, even if its result was on the way: the worker takes it back.
@@ -56,7 +57,7 @@ _SENT = frozenset({"put", "extend", "release", "drop", "restore"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Update:
-    """The buffer's state after the worker has executed ``executed`` of the operations sent to it."""
+    """The buffer's state after the worker has executed the operations up to number ``executed``."""
 
     revision: int
     executed: int
@@ -76,6 +77,8 @@ class BufferWorker(Worker):
         self._drops: list[DroppedGroup] = []
         self._failure: AsyncRLError | None = None
         self._revision = self._executed = 0
+        self._ahead: set[int] = set()
+        """Operations that were executed before an earlier one, which waits for its rows."""
         self._changed = asyncio.Event()
         self._unconfirmed: dict[int, tuple[int, ...]] = {}
         """By ticket, groups that were selected and whose result may not have arrived."""
@@ -96,7 +99,10 @@ class BufferWorker(Worker):
                 text, method=operation, remote_traceback=traceback.format_exc()
             )
         finally:
-            self._executed = number
+            self._ahead.add(number)
+            while (following := self._executed + 1) in self._ahead:
+                self._ahead.remove(following)
+                self._executed = following
             self._change()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -208,8 +214,6 @@ class RemoteReplayBuffer:
         self._received: list[int] = []
         self._error: BaseException | None = None
         self._closed = False
-        self._unfinished: set[Any] = set()
-        """Calls of ``execute`` that have not ended."""
 
     # --------------------------------------------------------------------------------------------------------- worker
 
@@ -311,14 +315,14 @@ class RemoteReplayBuffer:
             AsyncRLError: the error of an operation that failed, or of the worker's death.
         """
         if self._error is None:
-            self._send("")  # when this is executed, all before it is
-        wanted, unfinished = self._sent, set(self._unfinished)
+            self._send("")  # so that an update follows
+        wanted = self._sent
         try:
             async with asyncio.timeout(timeout_s):
-                while (self._executed < wanted or unfinished & self._unfinished) and self._error is None:
+                while self._executed < wanted and self._error is None:
                     await self._updated.wait()
         except TimeoutError:
-            why = f"the buffer's worker to execute {wanted - self._executed} of {wanted} operations"
+            why = f"the buffer's worker to execute operation {self._executed + 1} of {wanted}"
             raise DeadlineError(
                 f"the buffer was not settled within {timeout_s:g} s: waiting for {why}",
                 waiting_for=why,
@@ -380,17 +384,16 @@ class RemoteReplayBuffer:
 
     def _send(self, operation: str, *arguments: Any, **options: Any) -> None:
         self._check(operation, also_closed=operation in ("", "release", "drop", "restore"))
+        call = self._group.execute(self._sent + 1, operation, arguments, options)
         self._sent += 1
-        call = self._group.execute(self._sent, operation, arguments, options)
-        self._unfinished.add(call)
         call.add_done_callback(lambda ended: self._loop.notify(self._end, ended))
 
     def _end(self, call: Any) -> None:
-        """Note the end of a call of ``execute``. It fails only if it has not reached the worker."""
-        self._unfinished.discard(call)
-        if call.outcome.state == "failed":
-            self._fail(call.outcome.error())
-        self._notify()
+        """Close the buffer if a call of ``execute`` has not reached the worker: only then does it fail."""
+        if call.outcome.state != "done":
+            cancelled = InfrastructureError(f"{call.outcome.label} was cancelled: it may not have been executed")
+            self._fail(call.outcome.error() or cancelled)
+            self._notify()
 
     def _check(self, call: str, *, also_closed: bool = False) -> None:
         if self._group is None:
@@ -399,7 +402,7 @@ class RemoteReplayBuffer:
             raise self._reason(call, BufferClosedError(f"{call}: the buffer is closed")) from self._error
 
     def _reason(self, call: str, closed: BufferClosedError) -> AsyncRLError:
-        if self._error is None:
+        if self._error is None or isinstance(self._error, GroupClosedError):
             return closed
         if isinstance(self._error, InfrastructureError):
             return copy.copy(self._error)  # the same error as that of calls that were waiting when the worker died

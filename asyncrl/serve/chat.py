@@ -68,7 +68,7 @@ async def chat_form(
     """Return the form of a turn: text, calls of ``tools``, or JSON of ``schema`` (None for any text) if it is no call.
 
     A turn without tools may have a ``grammar`` instead. One of the tools in ``required`` must be called, if any are;
-    ``several`` calls may be made.
+    ``several`` calls may be made. Any text, where the server does not enforce forms.
     """
     text = call.state.chat_text()
     calls = partial(
@@ -79,6 +79,8 @@ async def chat_form(
     )
     if grammar and tools:
         raise APIError(400, "a grammar, regex or choice restricts the whole text: leave out the tools")
+    if not call.state.enforces_forms:
+        return Form()
     if required:
         return Form(grammar=await call.off_loop(partial(calls, required)), calls=True)
     if grammar:
@@ -368,8 +370,6 @@ class ChatTurn:
         """
         state, session = call.state, call.session()
         text = state.chat_text()
-        if not state.enforces_forms:
-            form = Form()
         if tokens:
             prompt = (session or Session("", "")).token_prompt(tokens)
         else:

@@ -383,7 +383,7 @@ async def _generate_token(state: ServerState, request_id: str) -> str:
                 tokens += len(chunk.token_ids)
     except AsyncRLError as failure:
         return type(failure).__name__
-    return "" if tokens else "aborted"
+    return "" if tokens else "no token was generated"
 
 
 async def metrics(call: Call) -> web.StreamResponse:

@@ -27,6 +27,7 @@ from asyncrl.serve.server import allow_connections, bounded_connections
 _WAIT_S = 10.0
 _IDLE_S = 75.0
 _CONNECTIONS = 4096
+_FILES_OF_A_SANDBOX = 8
 _MOST_ARGUMENTS = 1024
 
 
@@ -68,14 +69,15 @@ class SandboxServer:
         app.router.add_post("/sandboxes/{id}/exec", self._exec)
         app.router.add_post("/sandboxes/{id}/reset", self._reset)
         app.router.add_delete("/sandboxes/{id}", self._destroy)
-        allow_connections(_CONNECTIONS)
+        files = _FILES_OF_A_SANDBOX * self._most
+        connections = min(_CONNECTIONS, max(self._most, allow_connections(_CONNECTIONS + files) - files))
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, keepalive_timeout=_IDLE_S, shutdown_timeout=1.0
         )
         await runner.setup()
         listener: asyncio.Server | None = None
         try:
-            protocol = bounded_connections(runner, _CONNECTIONS)
+            protocol = bounded_connections(runner, connections)
             try:
                 listener = await asyncio.get_running_loop().create_server(protocol, host, port, backlog=128)
             except OSError as error:

@@ -299,8 +299,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def allow_connections(count: int) -> None:
-    """Raise this process's limit of open files for ``count`` connections, as far as the system allows."""
+def allow_connections(count: int) -> int:
+    """Raise this process's limit of open files for ``count`` connections; return how many the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 512
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -308,6 +308,8 @@ def allow_connections(count: int) -> None:
             resource.setrlimit(
                 resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
             )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return count if soft == resource.RLIM_INFINITY else min(count, soft - 512)
 
 
 def _bound(host: str, port: int, *, option: str) -> socket.socket:

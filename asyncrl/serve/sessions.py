@@ -34,7 +34,6 @@ from asyncrl.serve.text import ModelText
 
 _log = logging.getLogger(__name__)
 _canonical = msgspec.json.Encoder(order="deterministic")
-_LONGEST_WAIT_S = 86_400.0  # event loops cannot wait for ever
 
 
 # ---------------------------------------------------------------------------------------------- the tree of turns
@@ -468,11 +467,7 @@ class _Group:
 
     @property
     def tokens(self) -> int:
-        return _tokens(self.trajectories)
-
-
-def _tokens(trajectories: Sequence[Trajectory]) -> int:
-    return sum(len(each.token_ids) for each in trajectories)
+        return sum(len(each.token_ids) for each in self.trajectories)
 
 
 def _named(holder: str, group: str) -> str:
@@ -485,6 +480,7 @@ class GroupedSink:
     ``sink`` stores whole groups. An incomplete group is stored as it is: ``idle_s`` (an hour) after its last member,
     and when this is closed. ``groups`` and ``tokens`` (which take five times the memory of a session's) bound the
     incomplete groups, and the tokens that they hold; where ``several_keys`` are served, one has at most half of either.
+    A group begins only where less than a quarter of those tokens is held: the rest is for groups that have begun.
     """
 
     def __init__(
@@ -492,7 +488,7 @@ class GroupedSink:
         sink: TrajectorySink,
         *,
         groups: int = 65_536,
-        tokens: int = 1 << 24,
+        tokens: int = 1 << 26,
         idle_s: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -527,29 +523,29 @@ class GroupedSink:
         """
         if not group:
             return await self._sink.put(trajectories)
+        members = len(self._incomplete.get((holder, group), _Group()).members) + 1
+        if members < size:
+            self._check_room(holder, begins=members == 1)
         waiting = self._take(holder, group)
-        if len(waiting.members) + 1 >= size:
-            try:
-                return await self._sink.put([*waiting.trajectories, *trajectories])
-            except BaseException:
-                waiting.touched_s = self._clock()  # this member comes again
-                self._put_back(holder, group, waiting)
-                raise
-        try:
-            self._check_room(holder, waiting.tokens + _tokens(trajectories))
+        if members < size:
             waiting.members.append(trajectories)
             waiting.touched_s = self._clock()
-            return f"group {group}: {len(waiting.members)} of {size}"
-        finally:
             self._put_back(holder, group, waiting)
+            return f"group {group}: {members} of {size}"
+        try:
+            return await self._sink.put([*waiting.trajectories, *trajectories])
+        except BaseException:
+            waiting.touched_s = self._clock()  # this member comes again
+            self._put_back(holder, group, waiting)
+            raise
 
     async def close(self, *, deadline_s: float = 10.0) -> None:
         """Store the incomplete groups; log those that could not be stored within ``deadline_s`` as lost."""
         self._closing.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
-                if self._storing is not None:
-                    await self._storing  # a group that it is storing would be stored twice if it were cancelled
+                if self._storing is not None and not self._storing.done():
+                    await self._storing  # while there is time: if it were cancelled, its group would be stored twice
                 await self._flush(before_s=math.inf)
         for (holder, name), group in self._incomplete.items():
             _log.error("%s is lost: %d sessions, %d tokens", _named(holder, name), len(group.members), group.tokens)
@@ -559,8 +555,9 @@ class GroupedSink:
         """Store groups whenever some are idle, until there are none or this is closed."""
         while self._incomplete:
             first_s = min(group.touched_s for group in self._incomplete.values())
+            wait_s = max(first_s + self._idle_s - self._clock(), min(self._idle_s, 1.0))  # for others that are due soon
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(first_s + self._idle_s - self._clock(), _LONGEST_WAIT_S)):
+                async with asyncio.timeout(wait_s):
                     await self._closing.wait()
                 return
             await self._flush(before_s=self._clock() - self._idle_s)
@@ -583,15 +580,19 @@ class GroupedSink:
                     raise
                 _log.warning("%s could not be stored and still waits: %s", what, error)
 
-    def _check_room(self, holder: str, tokens: int) -> None:
-        """Raise an API error if a group of ``holder`` with so many tokens does not fit."""
-        groups, own = self._count_by_holder[holder], self._tokens_by_holder[holder]
-        if len(self._incomplete) >= self._max_groups or self.tokens + tokens > self._max_tokens:
-            held = f"{len(self._incomplete)} incomplete groups with {self.tokens} tokens"
-            raise APIError(503, f"{held} are held, no more fit: reward their other members", retry_after_s=30)
-        if self.several_keys and (groups >= self._max_groups // 2 or own + tokens > self._max_tokens // 2):
-            held = f"{groups} incomplete groups with {own} tokens"
-            raise APIError(429, f"this key has {held}, no more fit: reward their other members", retry_after_s=30)
+    def _check_room(self, holder: str, *, begins: bool) -> None:
+        """Raise an API error if a group of ``holder`` may not have one more member, or may not begin."""
+        keys = 2 if self.several_keys else 1
+        remedy = f"complete some; one that gets no member for {self._idle_s:g} s is stored as it is"
+        groups, tokens = len(self._incomplete), self.tokens
+        if (begins and groups >= self._max_groups) or tokens >= self._max_tokens:
+            held = f"{groups} incomplete groups with {tokens} tokens"
+            raise APIError(503, f"{held} are held, no more fit: {remedy}", retry_after_s=30)
+        groups, tokens = self._count_by_holder[holder], self._tokens_by_holder[holder]
+        room = self._max_tokens // keys // (4 if begins else 1)
+        if (begins and groups >= self._max_groups // keys) or tokens >= room:
+            held = f"{groups} incomplete groups with {tokens} tokens"
+            raise APIError(429, f"this key has {held}, no more fit: {remedy}", retry_after_s=30)
 
     def _take(self, holder: str, name: str) -> _Group:
         group = self._incomplete.pop((holder, name), None)

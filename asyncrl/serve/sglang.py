@@ -129,6 +129,7 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
     if body.stream:
         check_neutral(n=(several, 1))
     requests, record = native.token_turn(call, ids, sampling, choices=several)
+    sampling = requests[0].sampling  # as the server has decided
     special = given.skip_special_tokens is False
     choices = [
         Choice(

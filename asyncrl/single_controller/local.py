@@ -28,7 +28,7 @@ class LocalWorkerGroup(WorkerGroup):
     """Workers in this process. Methods behave as on Ray, except that Python objects among the arguments are shared.
 
     Synchronous methods of a rank run in a thread of that rank, ``async def`` methods on the controller loop. Batches,
-    tensors and arrays among the arguments are copied.
+    tensors and arrays among the arguments are copied; arrays of objects keep their objects.
 
         >>> with LocalWorkerGroup(ClassWithInitArgs(Greeter), world_size=2) as greeters:
         ...     greeters.greet("hi").result()

@@ -209,7 +209,10 @@ def _copied(leaf: Any) -> Any:
     if isinstance(leaf, DataProto):
         return leaf.clone()
     if isinstance(leaf, torch.Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        copy = leaf.detach().clone()
+        if isinstance(leaf, torch.nn.Parameter):  # of which `detach` makes a plain tensor
+            return torch.nn.Parameter(copy, leaf.requires_grad)
+        return copy.requires_grad_(leaf.requires_grad)
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
     return leaf.own() if isinstance(leaf, Encoded) else leaf

@@ -132,6 +132,22 @@ def test_the_work_of_a_query_grows_as_the_ledger_does(tmp_path: Path):
     assert work(200) < 3 * work(100)
 
 
+def test_the_ledger_of_an_earlier_version_is_as_fast_once_it_is_resumed(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    made = "SELECT sql FROM sqlite_master WHERE name = 'batches'"
+    with SQLiteLedger(path) as ledger:
+        roll_out(ledger, 0)
+    with sqlite3.connect(path) as other:
+        ((view,),) = other.execute(made).fetchall()
+        other.execute("DROP VIEW batches")
+        other.execute(view.replace("AS MATERIALIZED", "AS NOT MATERIALIZED"))
+    with SQLiteLedger(path, resume=LedgerBase(step=0, next_group_id=0, consumed=0, outstanding=())):
+        pass
+    with sqlite3.connect(path) as other:
+        assert other.execute(made).fetchall() == [(view,)]
+        assert len(other.execute("SELECT step FROM rows").fetchall()) == 2
+
+
 def test_an_archive_has_no_rows_of_an_attempt_that_was_lost(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     with SQLiteLedger(path, threaded=False) as ledger:

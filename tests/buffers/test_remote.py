@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.data.plan import Plan
 from asyncrl.errors import (
     AsyncRLError,
     BufferClosedError,
@@ -260,22 +261,54 @@ async def test_any_error_of_a_call_in_the_worker_ends_every_wait():
             assert 'raise LookupError("no such index")' in caught.value.remote_traceback
 
 
-@pytest.mark.parametrize("error", [InvalidDataError, EngineError])
-async def test_an_operation_that_does_not_reach_the_worker_ends_every_wait(error: type[AsyncRLError]):
+@pytest.mark.parametrize("error", [InvalidDataError, EngineError, None])
+async def test_an_operation_that_does_not_reach_the_worker_ends_every_wait(error: type[AsyncRLError] | None):
     """Whatever its error, the worker lives and waits, and has to be told."""
     rows = DataProtoFuture(ControllerLoop.default(), "rows")
-    rows.outcome.fail(error("no rows"))
+    if error is None:
+        rows.outcome.cancel()
+    else:
+        rows.outcome.fail(error("no rows"))
+    why = "no rows" if error is not None else "execute was cancelled"
     async with remote(capacity=2, max_staleness=1) as buffer:
         taking = asyncio.ensure_future(buffer.select(1, weight_version=0))
         await buffer.admit(0)
         buffer.put(summary(0), rows)
         async with asyncio.timeout(10):
-            with pytest.raises(AsyncRLError, match="no rows"):
+            with pytest.raises(AsyncRLError, match=why):
                 await buffer.settled()
-            with pytest.raises(AsyncRLError, match="no rows"):
+            with pytest.raises(AsyncRLError, match=why):
                 await taking
-            with pytest.raises(AsyncRLError, match="no rows"):
+            with pytest.raises(AsyncRLError, match=why):
                 await buffer.admit(1)
+
+
+async def test_settled_waits_for_an_operation_whose_rows_are_being_made():
+    rows = DataProtoFuture(ControllerLoop.default(), "rows")
+    async with remote(capacity=2, max_staleness=1) as buffer:
+        for group_id in range(2):
+            await buffer.admit(group_id)
+        buffer.put(summary(0), rows)
+        buffer.put(summary(1), ROWS)  # overtakes it
+        with pytest.raises(DeadlineError, match="execute operation 1 of 3"):
+            await buffer.settled(timeout_s=0.05)
+        async with asyncio.timeout(10):
+            while buffer.statistics().ready == 0:
+                await asyncio.sleep(0.01)
+            rows.outcome.succeed(Plan.of(DataProto.from_dict({"x": torch.arange(2)})))
+            await buffer.settled()
+        assert buffer.statistics().ready == 2
+
+
+async def test_a_buffer_that_was_closed_is_closed_after_the_shutdown_of_its_group():
+    async with remote(capacity=1, max_staleness=1) as buffer:
+        buffer.put(summary(0), DataProtoFuture(ControllerLoop.default(), "rows"))
+        buffer.close()
+    async with asyncio.timeout(10):
+        while buffer._error is None:
+            await asyncio.sleep(0.01)
+    with pytest.raises(BufferClosedError, match="admit: the buffer is closed"):
+        await buffer.admit(0)
 
 
 async def test_closing_ends_every_wait_with_the_cause(place: Place):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import stat
 import sys
 import tempfile
@@ -303,10 +304,17 @@ async def test_a_sandbox_that_is_dead_leaves_its_place(monkeypatch: pytest.Monke
         await backend.close()
 
 
-async def test_connections_to_a_server_are_bounded_and_end_when_they_are_idle(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("asyncrl.serve.sandboxes._CONNECTIONS", 1)
+@pytest.mark.parametrize("bound", ["of the server", "of open files"])
+async def test_connections_to_a_server_are_bounded_and_end_when_they_are_idle(
+    monkeypatch: pytest.MonkeyPatch, bound: str
+):
+    if bound == "of the server":
+        monkeypatch.setattr("asyncrl.serve.sandboxes._CONNECTIONS", 1)
+    else:  # 512 for whatever a process has open, 8 for the sandbox
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (521, 521))
+        monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
     monkeypatch.setattr("asyncrl.serve.sandboxes._IDLE_S", 0.2)
-    async with served(monkeypatch) as url, asyncio.timeout(20):
+    async with served(monkeypatch, most=1) as url, asyncio.timeout(20):
         port = int(url.rpartition(":")[2])
         idle, writing = await asyncio.open_connection("127.0.0.1", port)
         refused, other = await asyncio.open_connection("127.0.0.1", port)

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.interfaces import SamplingParams
 from asyncrl.rollout.episode import EpisodePolicy
+from asyncrl.serve import chat
 from asyncrl.serve.agents import AgentSession
 from asyncrl.serve.text import ModelText
 from asyncrl.testing import ScriptedEngine
@@ -85,14 +86,23 @@ async def test_a_session_lasts_as_long_as_its_agent(policy: Callable[..., Episod
 
 @pytest.mark.parametrize("enforced", [False, True])
 async def test_a_form_is_left_to_the_policy_or_its_turn_is_not_trained_on(
-    policy: Callable[..., EpisodePolicy], enforced: bool
+    policy: Callable[..., EpisodePolicy], enforced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made: list[int] = []
+    make = chat.calls_grammar
+
+    def counted(*given: Any, **more: Any) -> str:
+        made.append(1)
+        return make(*given, **more)
+
+    monkeypatch.setattr(chat, "calls_grammar", counted)
     episode = policy()
     engine: Any = episode.engine
     await engine.start()
     async with AgentSession(episode, enforces_forms=enforced) as session:
         status, answer = await post(session, ASK | {"tools": TOOLS, "tool_choice": "required"})
-    assert status == 200
+        both, _ = await post(session, ASK | {"tools": TOOLS, "guided_regex": "a"})
+    assert (status, both, len(made)) == (200, 400, enforced)
     assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "add"
     (request,) = engine.requests
     assert bool(request.sampling.grammar) == enforced
@@ -121,6 +131,16 @@ async def test_a_text_ends_before_the_stop_string_of_the_run(
         answer = choice if "text" in choice else {"text": choice["message"]["content"]}
     assert answer["text"] == "it "
     assert engine.requests[0].sampling.stop == ("again",)
+
+
+async def test_the_length_that_ended_an_answer_is_that_of_the_run(
+    policy: Callable[..., EpisodePolicy], text: ModelText
+) -> None:
+    engine = ScriptedEngine(lambda prompt: text.renderer.encode("it again"))
+    await engine.start()
+    async with AgentSession(policy(engine=engine, sampling=SamplingParams(max_new_tokens=2))) as session:
+        _, answer = await post(session, {"text": "say", "sampling_params": {"max_new_tokens": 1000}}, "/generate")
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
 
 
 async def test_a_form_that_the_stop_string_of_the_run_cuts_off_is_answered(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
@@ -206,6 +207,27 @@ async def test_a_group_that_begins_again_while_idle_ones_are_stored_waits_for_it
     assert sink.kept == [[0], [1, 2], [3]]
 
 
+async def test_groups_that_are_due_one_after_the_other_are_stored_together():
+    sink = FailingSink()
+    groups = GroupedSink(sink, idle_s=0.1)
+    flush, flushed = groups._flush, []
+
+    async def counted(*, before_s):
+        flushed.append(before_s)
+        await flush(before_s=before_s)
+
+    groups._flush = counted
+    for number in range(50):
+        await groups.put([trajectory(number)], group=f"g{number}", size=2)
+    for number, group in enumerate(groups._incomplete.values()):
+        group.touched_s += number / 1000
+    async with asyncio.timeout(20):
+        while len(sink.kept) < 50:
+            await asyncio.sleep(0.01)
+    assert len(flushed) <= 4
+    await groups.close()
+
+
 async def test_closing_stores_a_group_once_although_it_is_being_stored():
     sink = BlockedSink()
     groups = GroupedSink(sink, idle_s=0.0)
@@ -217,6 +239,16 @@ async def test_closing_stores_a_group_once_although_it_is_being_stored():
     sink.open.set()
     await closing
     assert sink.kept == [[2]]
+
+
+async def test_closing_again_after_a_deadline_does_nothing(caplog):
+    groups = GroupedSink(BlockedSink(), idle_s=0.0)
+    await groups.put([trajectory(0)], group="g", size=2)
+    while groups.incomplete:
+        await asyncio.sleep(0)
+    await groups.close(deadline_s=0.01)  # ends the task that stores it
+    assert "group 'g' is lost" in caplog.text
+    await groups.close()
 
 
 async def test_incomplete_groups_are_stored_when_they_are_idle():
@@ -248,7 +280,7 @@ async def test_incomplete_groups_are_stored_when_they_are_idle():
 
 async def test_incomplete_groups_are_stored_at_the_end(caplog):
     sink = FailingSink()
-    groups = GroupedSink(sink)
+    groups = GroupedSink(sink, idle_s=math.inf)
     await groups.put([trajectory(0)], group="g", size=2)
     await groups.close()
     assert sink.kept == [[0]]
@@ -261,18 +293,21 @@ async def test_incomplete_groups_are_stored_at_the_end(caplog):
     assert target.statistics().admitted == 1
 
 
-async def test_incomplete_groups_have_a_bound():
-    groups = GroupedSink(FailingSink(), tokens=7)
-    await groups.put([trajectory(0)], group="g", size=3)
-    await groups.put([trajectory(1)], group="g", size=3)
-    with pytest.raises(APIError, match="no more fit"):
+async def test_groups_begin_in_a_quarter_of_the_room_and_those_that_have_begun_go_on():
+    groups = GroupedSink(FailingSink(), tokens=12)
+    await groups.put([trajectory(0)], group="g", size=6)
+    with pytest.raises(APIError, match="1 incomplete groups with 3 tokens, no more fit"):
         await groups.put([trajectory(2)], group="h", size=2)
-    assert await groups.put([trajectory(2)], group="g", size=3) == "kept"
-    await groups.put([trajectory(2)], group="h", size=2)
+    for number in (1, 2, 3):
+        await groups.put([trajectory(number)], group="g", size=6)
+    with pytest.raises(APIError, match="1 incomplete groups with 12 tokens are held, no more fit: complete some"):
+        await groups.put([trajectory(4)], group="g", size=6)
+    assert await groups.put([trajectory(4)], group="g", size=5) == "kept"
+    await groups.put([trajectory(2, sampled=50)], group="h", size=2)  # however long a session is, it is stored
     await groups.close()
 
 
-@pytest.mark.parametrize("bound", [{"tokens": 12}, {"groups": 4}])
+@pytest.mark.parametrize("bound", [{"tokens": 48}, {"groups": 4}])
 async def test_one_key_has_half_of_the_room_for_incomplete_groups(bound):
     groups = GroupedSink(FailingSink(), **bound)
     for several_keys in (True, False):

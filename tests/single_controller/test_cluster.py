@@ -42,7 +42,7 @@ def test_a_cluster_is_started_unless_an_address_is_given(
 
 
 def test_the_logs_of_a_resumed_run_are_those_of_its_own_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sessions = [tmp_path / name for name in ("rebooted", "second", "third")]
     for session in sessions[1:]:
@@ -54,10 +54,12 @@ def test_the_logs_of_a_resumed_run_are_those_of_its_own_cluster(
         monkeypatch.setattr(ray, "init", lambda joined=joined, **_: joined)
         with RayCluster(address="10.0.0.1:6379", log_folder=tmp_path):
             assert (tmp_path / "ray").readlink() == session / "logs"
+    assert "have no link" not in caplog.text
     (tmp_path / "ray").unlink()
-    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray").write_text("of another program")
     with RayCluster(address="10.0.0.1:6379", log_folder=tmp_path):
-        assert not (tmp_path / "ray").is_symlink(), "a folder is left alone"
+        assert (tmp_path / "ray").read_text() == "of another program"
+    assert f"have no link at {tmp_path / 'ray'}: File exists" in caplog.text
 
 
 def test_a_start_that_fails_is_an_error_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

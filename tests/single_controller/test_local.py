@@ -106,16 +106,18 @@ async def test_a_batch_that_is_malformed_is_an_error() -> None:
 
 async def test_what_the_caller_changes_later_is_not_seen() -> None:
     async with on_this_loop(world_size=1) as group:
-        array, tensor, parameter = np.zeros(2), torch.zeros(2), torch.zeros(2, requires_grad=True)
-        taking = group.take({"array": array, "tensors": [tensor, parameter]})
+        array, tensor, leaf = np.zeros(2), torch.zeros(2), torch.zeros(2, requires_grad=True)
+        parameter = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        taking = group.take({"array": array, "tensors": [tensor, leaf, parameter]})
         array += 1
-        tensor += 1
         with torch.no_grad():
-            parameter += 1
+            for each in (tensor, leaf, parameter):
+                each.add_(1)
         ((taken,)) = await taking
         assert taken["array"].tolist() == [0.0, 0.0]
-        assert [each.tolist() for each in taken["tensors"]] == [[0.0, 0.0], [0.0, 0.0]]
-        assert [each.requires_grad for each in taken["tensors"]] == [False, True]
+        assert [each.tolist() for each in taken["tensors"]] == [[0.0, 0.0]] * 3
+        assert [each.requires_grad for each in taken["tensors"]] == [False, True, False]
+        assert [type(each) for each in taken["tensors"]] == [torch.Tensor, torch.Tensor, torch.nn.Parameter]
 
 
 async def test_waiting_without_await_says_what_to_do() -> None:

@@ -165,13 +165,16 @@ class RayCluster:
                 return
 
     def _link_logs(self, session: Path) -> None:
-        """Replace the link of the run's earlier process, whose session may be gone; a folder of that name stays."""
+        """Replace the link of the run's earlier process, whose session may be gone; whatever else is there stays."""
         link = self._log_folder / "ray"
         if not session.is_absolute():
             return
-        with contextlib.suppress(OSError):  # of a file system without links: the run goes on without this one
-            link.unlink(missing_ok=True)
+        try:
+            if link.is_symlink():
+                link.unlink()
             link.symlink_to(session / "logs", target_is_directory=True)
+        except OSError as error:  # of a file system without links, for example: the run goes on without this one
+            _log.warning("Ray's logs in %s have no link at %s: %s", session / "logs", link, error.strerror)
 
 
 def _ray_worker() -> Any:

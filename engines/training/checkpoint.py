@@ -249,7 +249,7 @@ def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedOptimizer, 
 
     Raises:
         CheckpointError: the folder is missing, damaged or of another model (:class:`~asyncrl.errors.EngineError` on
-            other ranks); nothing has been changed then.
+            other ranks); nothing has been changed then, unless a file that was whole cannot be read again.
     """
     parameters, described = dict(model.parameters_by_name()), model.described()
 
@@ -278,7 +278,7 @@ def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedOptimizer, 
             alike = part.shape == local_shard(parameters[name]).shape
             targets[f"{key}.{name}"] = part, place_of_shard(parameters[name] if alike else part)
     with torch.no_grad():
-        saved.read(targets)
+        ranks.call_together(lambda: saved.read(targets), doing="load", catch=CheckpointError)
     optimizer.restore(moments, {name: state["parameter_steps"][name] for name in moments})
     counters: dict[str, int] = state["counters"]
     return counters

@@ -354,7 +354,7 @@ class ShardedEngine(Generic[ModelT]):
             if not math.isfinite(value):
                 self._optimizer.discard_gradients()
                 raise EngineError(
-                    f"{name} is {value} at optimizer step {self._optimizer_steps}: the weights were left as they are. "
+                    f"{name} is {value} at optimizer step {self._optimizer_steps}: only the steps before it were made. "
                     f"Look at the batch (advantages, log-probs) and at lr={self._rate.at(self._optimizer_steps):g}"
                 )
         lr = self._rate.at(self._optimizer_steps)

@@ -26,6 +26,7 @@ from asyncrl.io import DurableFiles
 from asyncrl.trainer.checkpoint import Checkpoints, DriverState, read_driver_state, step_of
 from asyncrl.trainer.workers import EngineGroup
 from engines.training.fsdp_engine import FSDPEngine, peak_tflops
+from engines.training.packing import assign_minibatches
 
 Trajectories = Callable[..., DataProto]
 LENGTHS = [9, 4, 17, 6, 6, 12, 3, 14]
@@ -230,6 +231,16 @@ def test_an_error_between_forward_and_backward_does_not_change_the_next_step(
     for seed in range(2):
         assert trainer.update(trajectories(LENGTHS, seed=seed)) == fresh.update(trajectories(LENGTHS, seed=seed))
     assert _same(_weights(trainer), _weights(fresh))
+
+
+def test_steps_before_one_that_is_not_finite_have_been_made(engine: MakeEngine, trajectories: Trajectories) -> None:
+    trainer, same = engine(num_mini_batches=2), engine(num_mini_batches=2)
+    assigned = assign_minibatches(len(LENGTHS), num_mini_batches=2, seed=trainer._derived_seed())
+    advantages = torch.ones(len(LENGTHS))
+    advantages[assigned.index(1)] = math.nan
+    with pytest.raises(EngineError, match="loss is nan at optimizer step 1: only the steps before it were made"):
+        trainer.update(trajectories(LENGTHS, advantages=advantages))
+    assert not _same(_weights(trainer), _weights(same))
 
 
 def test_read_only_batches_are_fine(engine: MakeEngine, trajectories: Trajectories) -> None:

@@ -469,6 +469,18 @@ def test_engines_share_a_process_and_leave_it_clean(engine: MakeEngine, trajecto
     assert len(reference.log_probs(batch)) == 8
 
 
+def test_an_engine_of_one_rank_leaves_no_group_in_a_process_of_several(engine: MakeEngine) -> None:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        groups = dist.distributed_c10d._world.pg_map
+        alone = engine()
+        assert len(groups) == 2
+        alone.close()
+        assert len(groups) == 1
+    finally:
+        dist.destroy_process_group()
+
+
 def test_engines_in_two_threads_do_not_disturb_each_other(engine: MakeEngine, trajectories: Trajectories) -> None:
     alone, left, right = (engine(max_tokens_per_microbatch=30) for _ in range(3))
 

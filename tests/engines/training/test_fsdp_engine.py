@@ -568,4 +568,5 @@ def test_what_a_device_can_do_gives_the_share_that_is_used() -> None:
 def test_what_devices_can_do_is_known_by_their_names() -> None:
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA H20", "NVIDIA A100-SXM4-80GB")
     assert [peak_tflops(name) for name in names] == [989.0, 756.0, 989.0, 148.0, 312.0]
+    assert [peak_tflops(f"NVIDIA {name} NVL") for name in ("H100", "H200")] == [835.0, 835.0]
     assert [peak_tflops(name) for name in ("NVIDIA RTX A1000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")] == [None, None]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.data import DataProto
 from asyncrl.interfaces import Generation
-from asyncrl.serve.call import Call
+from asyncrl.serve.call import Call, EventStream
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Limits
 from asyncrl.serve.sessions import Session, Sessions
@@ -200,6 +200,26 @@ async def test_a_reward_may_follow_the_last_event_immediately(serve):
                 if b"[DONE]" in line:
                     kept = await served.post("/sessions/s/reward", {"reward": 1.0})
         assert kept["kept"] == "00000001.asyncrl"
+
+
+async def test_each_completion_of_a_stream_is_in_the_session_before_its_end_is_sent(serve, monkeypatch):
+    record, send, order = Call.record, EventStream.send, []
+
+    def recorded(*arguments):
+        order.append("turn")
+        record(*arguments)
+
+    async def sent(events, content):
+        order.extend("end" for choice in content.choices if choice.finish_reason)
+        await send(events, content)
+
+    monkeypatch.setattr(Call, "record", recorded)
+    monkeypatch.setattr(EventStream, "send", sent)
+    async with serve(lambda prompt: "it<|end|>") as served:
+        body = {"model": "tiny", "prompt": [5, 6], "n": 2, "stream": True}
+        await served.events("/sessions/s/v1/completions", body)
+        assert order == ["turn", "end"] * 2
+        assert (await served.get("/sessions/s"))["turns"] == 2
 
 
 async def test_a_session_does_not_end_between_the_last_token_and_its_turn(serve, monkeypatch):

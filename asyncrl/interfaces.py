@@ -1007,7 +1007,8 @@ class TrainingEngine(Protocol):
         """Make one policy step on a trajectory batch with ``advantages``. Metrics are equal on all ranks.
 
         Raises:
-            SchemaError, InvalidDataError, EngineError: as :meth:`supervise`.
+            SchemaError, InvalidDataError, EngineError: as :meth:`supervise`; of an engine that makes several optimizer
+                steps of a batch, those before the one that failed have been made.
         """
         ...
 
@@ -1158,7 +1159,7 @@ class ValueEngine(Protocol):
         """Make one step towards ``returns`` of the tokens in ``loss_mask``. Metrics are equal on all ranks.
 
         Raises:
-            SchemaError, InvalidDataError, EngineError: as :meth:`TrainingEngine.supervise`.
+            SchemaError, InvalidDataError, EngineError: as :meth:`TrainingEngine.update`.
         """
         ...
 

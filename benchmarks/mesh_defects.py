@@ -511,8 +511,8 @@ DEFECTS = (
         "a gathered tensor begins with its last row",
         "",
         CHECKPOINT,
-        "        return tensor.full_tensor()\n",
-        "        return tensor.full_tensor().roll(1, 0)\n",
+        "else tensor.full_tensor()\n",
+        "else tensor.full_tensor().roll(1, 0)\n",
     ),
 )
 

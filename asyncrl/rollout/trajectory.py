@@ -179,9 +179,10 @@ class Trajectory:
 
     @property
     def turn_anchors(self) -> tuple[int, ...]:
-        """For each turn a hash of the environment's tokens just before it: 63 bits."""
+        """For each turn a hash of the environment's tokens just before it, or of all tokens if it has none: 63 bits."""
         begins = [0, *(turn.end for turn in self.turns)]
-        contexts = [self.token_ids[begin : turn.start] for begin, turn in zip(begins, self.turns, strict=False)]
+        begins = [begin if begin < turn.start else 0 for begin, turn in zip(begins, self.turns, strict=False)]
+        contexts = [self.token_ids[begin : turn.start] for begin, turn in zip(begins, self.turns, strict=True)]
         return tuple(_fingerprint(each) for each in contexts)
 
     @property

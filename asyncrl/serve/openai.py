@@ -911,25 +911,26 @@ async def completions(call: Call) -> web.StreamResponse:
             completion.usage = token_usage(sum(map(len, prompts)), sum(len(reader.token_ids) for reader in readers))
         return completion
 
-    def record() -> None:
+    def record(number: int) -> None:
         if session is not None and max_tokens:
-            for number, reader in enumerate(readers):
-                message: Message = {"role": "assistant", "content": reader.text}
-                call.record(places[number // choices], reader.generation(), message)
+            message: Message = {"role": "assistant", "content": readers[number].text}
+            call.record(places[number // choices], readers[number].generation(), message)
 
     if not body.stream:
         made = await call.collect_all(requests)
         entries = log_prob_entries(made)
         parts = await call.off_loop(lambda: list(map(part, range(len(made)), made)), entries=entries)
-        record()
+        for number in range(len(made)):
+            record(number)
         return await call.answer_made(lambda: answer(parts, with_usage=True), entries=entries)
     events = call.events()
     async with aclosing(call.stream_all(requests)) as stream:
         async for number, piece in stream:
             choice = part(number, piece)
+            if piece.finish_reason:
+                record(number)
             if choice.text or piece.finish_reason or body.return_token_ids or body.logprobs is not None:
                 await events.send(answer([choice], with_usage=usage == "all"))
-    record()
     if usage != "none":
         await events.send(answer([], with_usage=True))
     call.leave_session()

@@ -183,7 +183,7 @@ class Session:
             node, begin = left.pop()
             answer = begin + len(node.appended)
             end = answer + len(node.sampled)
-            if end >= len(given) or given[begin:answer] != node.appended or given[answer:end] != node.sampled:
+            if end > len(given) or given[begin:answer] != node.appended or given[answer:end] != node.sampled:
                 continue
             # of equal answers one that nothing follows yet
             if best is None or (-end, node.children, node.number) < (-length, best.children, best.number):

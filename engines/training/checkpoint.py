@@ -249,7 +249,7 @@ def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedOptimizer, 
 
     Raises:
         CheckpointError: the folder is missing, damaged or of another model (:class:`~asyncrl.errors.EngineError` on
-            other ranks); nothing has been changed then.
+            other ranks); nothing has been changed then, unless a file that was whole cannot be read again.
     """
     parameters, described = dict(model.parameters_by_name()), model.described()
 
@@ -278,7 +278,7 @@ def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedOptimizer, 
             alike = part.shape == local_shard(parameters[name]).shape
             targets[f"{key}.{name}"] = part, place_of_shard(parameters[name] if alike else part)
     with torch.no_grad():
-        saved.read(targets)
+        ranks.call_together(lambda: saved.read(targets), doing="load", catch=CheckpointError)
     optimizer.restore(moments, {name: state["parameter_steps"][name] for name in moments})
     counters: dict[str, int] = state["counters"]
     return counters
@@ -377,14 +377,15 @@ def published(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> Iter
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor. Collective. On one rank the result may be the shard's own memory."""
+    """Gather a sharded tensor. Collective. On a device the result may be the memory of the shard, if that is all."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    if tensor.device_mesh.size() == 1:  # full_tensor() would take 0.1 ms to find out
-        shard = local_shard(tensor).detach()
-        return shard.clone() if shard.device.type == "cpu" else shard  # what numpy reads could not be freed (Offload)
-    with torch.no_grad():
-        return tensor.full_tensor()
+    shard = local_shard(tensor).detach()
+    with torch.no_grad():  # of one rank, full_tensor() would take 0.1 ms to find out
+        full = shard if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+    if full.is_cpu and full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr():
+        return full.clone()  # what numpy reads could not be freed (Offload)
+    return full
 
 
 def full_tensors(

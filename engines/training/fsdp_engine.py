@@ -273,6 +273,7 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
 
 PEAK_TFLOPS = {
     "B200": 2250.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,

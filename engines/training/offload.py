@@ -27,13 +27,13 @@ class Offload:
         self._folder: LockedTemporaryDirectory | None = None
 
     def release(self, tensors: Iterable[Tensor]) -> None:
-        """Free the memory of ``tensors``, all of which :func:`resizable` has returned.
+        """Free the memory of ``tensors``. What cannot be freed, and :func:`resizable` would have copied, stays.
 
         Raises:
             OSError: the file cannot be written; nothing has been freed then.
         """
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors if each.numel()}
-        freed = [(storage, storage.nbytes()) for storage in storages.values()]
+        freed = [(storage, storage.nbytes()) for storage in storages.values() if storage.resizable()]
         if self._device.type == "cpu":
             if self._folder is None:
                 self._folder = LockedTemporaryDirectory("offload")

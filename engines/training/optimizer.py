@@ -29,9 +29,9 @@ _WHOLE: frozenset[OptimizerName] = frozenset({"adamw_8bit", "muon", "adafactor"}
 """Optimizers that compute with whole matrices, or with blocks of them: a shard of one has not what they need."""
 
 _OURS = frozenset(
-    {"self", "params", "lr", "weight_decay", "fused", "foreach", "maximize", "capturable", "differentiable"}
+    {"self", "params", "lr", "weight_decay", "amsgrad", "fused", "foreach", "maximize", "capturable", "differentiable"}
 )
-"""Parameters of optimizers that are no options: other fields of the engine, or ways to compute."""
+"""Parameters of optimizers that are no options: other fields of the engine, a third moment, or ways to compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,7 +126,7 @@ def _attend_rows(  # [1, heads, T, D]; returns [1, T, heads, D]
     softcap: float | None,
 ) -> Tensor:
     tokens = [each[0].transpose(0, 1) for each in (query, key, value)]  # [T, heads, D]
-    if softcap is None and not rows.prefixes and _has_varlen_kernel(query, rows.device_type):
+    if softcap is None and not rows.prefixes and _has_varlen_kernel(query, value, rows.device_type):
         return _varlen(*tokens, rows=rows, scaling=scaling, window=window).unsqueeze(0)
     sizes = [count * length for count, length in rows.rectangles]
     # split, not slices: its backward pass joins the pieces, where each slice's would fill a whole sequence with zeros.
@@ -192,13 +192,13 @@ def forget_masks() -> None:
     _band.cache_clear()
 
 
-def _has_varlen_kernel(query: Tensor, device_type: str | None) -> bool:
+def _has_varlen_kernel(query: Tensor, value: Tensor, device_type: str | None) -> bool:
     if (device_type or query.device.type) != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     if "window_size" not in _varlen_parameters():
         return False
     size = query.shape[-1]
-    if size > 256 or size % 8:
+    if size > 256 or size % 8 or value.shape[-1] != size:
         return False
     return device_type is not None or torch.cuda.get_device_capability(query.device) >= (8, 0)
 

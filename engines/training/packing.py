@@ -118,7 +118,7 @@ class PackedMicroBatch:
     prefixes: tuple[int | None, ...]  # of each rectangle, the one with the first tokens of its rows, if there is one
     input_ids: Tensor  # [T], 0 in cells of padding, which lie behind their row
     positions: Tensor  # [T] place of each cell in its row, from 0
-    predictors: Tensor  # [N] cells of the tokens just before each scored one; rows of a prefix may have some in common
+    predictors: Tensor  # [N] cells of the states that score each token; rows of a prefix may have some in common
     targets: Tensor  # [N] the scored tokens
     tokens: Tensor  # [N] index of each scored token in the packed columns
     rows: Tensor  # [N] row of each scored token, among all rows of the rank
@@ -182,13 +182,17 @@ class PackedRows:
     """The columns of a batch, row after row without padding; T tokens in B rows.
 
     ``mask`` [T] bool marks the tokens to score, ``columns`` are [T] float32, and ``lengths`` [B] int64 counts the
-    tokens of each row.
+    tokens of each row. A token is scored by the state ``back`` tokens before it: 1, or 0 where the state behind a
+    token counts.
     """
 
-    def __init__(self, *, input_ids: Tensor, mask: Tensor, columns: dict[str, Tensor], lengths: Tensor) -> None:
+    def __init__(
+        self, *, input_ids: Tensor, mask: Tensor, columns: dict[str, Tensor], lengths: Tensor, back: int = 1
+    ) -> None:
         self.input_ids = input_ids
         self.mask = mask
         self.columns = columns
+        self.back = back
         self.lengths: list[int] = lengths.tolist()
         self._lengths = lengths
         self._starts = torch.cumsum(lengths, 0) - lengths
@@ -278,7 +282,7 @@ class PackedRows:
             prefixes=tuple(each.prefix for each in rectangles),
             input_ids=input_ids,
             positions=positions,
-            predictors=cells(within - 1)[wanted],
+            predictors=cells(within - self.back)[wanted],
             targets=self.input_ids[tokens],
             tokens=tokens,
             rows=index[in_batch[wanted]],

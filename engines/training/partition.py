@@ -125,7 +125,13 @@ class RowExchange:
         )
         found = self._ranks.all_to_all(table[self._order], sends=self._sends, receives=self._receives)
         columns = {name: found[:, 2 + place].clone().view(torch.float32) for place, name in enumerate(names)}
-        return PackedRows(input_ids=found[:, 0].long(), mask=found[:, 1].bool(), columns=columns, lengths=self._lengths)
+        return PackedRows(
+            input_ids=found[:, 0].long(),
+            mask=found[:, 1].bool(),
+            columns=columns,
+            lengths=self._lengths,
+            back=rows.back,
+        )
 
     def restore(self, column: Tensor) -> Tensor:
         """Send results [T'] float32 of this rank's rows after the exchange back: [T] of its rows before it."""

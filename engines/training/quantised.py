@@ -24,7 +24,8 @@ SCALES = ".scales"
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest codes [O, I] and the scales [O, I / group] of a weight [O, I]."""
-    groups = weight.float().view(len(weight), -1, math.gcd(weight.shape[1], GROUP))
+    size = math.gcd(weight.shape[1], GROUP)
+    groups = weight.float().view(len(weight), weight.shape[1] // size, size)  # no -1: a shard may have no rows
     scales = groups.abs().amax(dim=-1) / 127
     codes = (groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round_()
     return codes.flatten(1).to(torch.int8), scales
@@ -32,7 +33,7 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantised(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the weight that codes [..., I] and scales [..., groups] stand for, in the scales' type."""
-    groups = codes.view(*scales.shape, -1).to(scales.dtype)
+    groups = codes.view(*scales.shape, codes.shape[-1] // scales.shape[-1]).to(scales.dtype)
     return (groups * scales[..., None]).flatten(-2)
 
 

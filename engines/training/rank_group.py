@@ -86,7 +86,7 @@ class RankGroup:
         self._group = self._data = self._stage = group
         self.stage_size = world_size // self.shape.pp
         self.stage_rank = rank % self.stage_size
-        self._made: list[ProcessGroup] = []
+        self._made: list[ProcessGroup] = [] if group is dist.group.WORLD else [group]
         self.tp: DeviceMesh | None = None
         self.cp: ProcessGroup | None = None
         self.pp: ProcessGroup | None = None

@@ -64,9 +64,9 @@ def make(
 
     The tokenizer is trained on the first ``tokenizer_conversations`` of the demonstrations; ``vocab_size`` is an upper
     bound, since merging stops early when no pair recurs. ``architecture`` is a Hugging Face ``model_type``: llama,
-    qwen2, qwen3 or mistral. ``hidden_size`` is a multiple of ``heads``, ``max_position`` in tokens. ``rope_theta`` is
-    the base of the rotary embeddings: small ones suit short sequences. ``initializer_range`` is the standard deviation
-    of the initial weights. With ``tie_word_embeddings`` embeddings and output head are one matrix.
+    qwen2, qwen3 or mistral. ``hidden_size`` is a multiple of ``2 * heads``, ``max_position`` in tokens. ``rope_theta``
+    is the base of the rotary embeddings: small ones suit short sequences. ``initializer_range`` is the standard
+    deviation of the initial weights. With ``tie_word_embeddings`` embeddings and output head are one matrix.
 
     Raises:
         ConfigError: an option cannot be used, or there are no demonstrations.
@@ -119,11 +119,11 @@ def check_options(
 ) -> None:
     """Raise ConfigError unless :func:`make` can make a model from these arguments."""
     del folder, others
-    if hidden_size % heads:
+    if heads < 1 or hidden_size < 1 or hidden_size % (2 * heads):
         raise ConfigError(
-            f"hidden_size={hidden_size} is not a multiple of heads={heads}",
+            f"hidden_size={hidden_size} is not a multiple of twice heads={heads}",
             path="model.options.hidden_size",
-            remedy="heads are of equal size: choose a multiple",
+            remedy="1 or more heads, all of one even size, since rotary positions turn pairs: choose a multiple",
         )
     if architecture not in _ARCHITECTURES:
         raise ConfigError(

@@ -242,7 +242,7 @@ class ShardedEngine(Generic[ModelT]):
         """Restore what :meth:`save` wrote, at any mesh. At the same one training continues bit for bit.
 
         Hyperparameters are this engine's; only the seed is that of the engine that saved. Nothing has been changed when
-        it raises.
+        it raises, unless a file that was whole could not be read again.
         """
         self._check_open()
         counters = load_trainer(Path(folder), self._model, self._optimizer, self._ranks)
@@ -354,7 +354,7 @@ class ShardedEngine(Generic[ModelT]):
             if not math.isfinite(value):
                 self._optimizer.discard_gradients()
                 raise EngineError(
-                    f"{name} is {value} at optimizer step {self._optimizer_steps}: the weights were left as they are. "
+                    f"{name} is {value} at optimizer step {self._optimizer_steps}: only the steps before it were made. "
                     f"Look at the batch (advantages, log-probs) and at lr={self._rate.at(self._optimizer_steps):g}"
                 )
         lr = self._rate.at(self._optimizer_steps)

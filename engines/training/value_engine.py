@@ -227,7 +227,7 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
     def scores(self, batch: DataProto) -> DataProto:
         """Return column ``scores``: the value after each row's last token."""
         self._check_open()
-        rows = self._with_end_tokens(self._read(batch, loss_mask=False))
+        rows = self._scored_at_ends(self._read(batch, loss_mask=False))
         return DataProto.from_dict(tensors={"scores": self._row_scores(rows)})
 
     def compare(self, batch: DataProto) -> dict[str, float]:
@@ -242,7 +242,7 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
         half), ``distance`` (mean of chosen minus rejected), ``grad_norm``, ``lr``, ``pairs``.
         """
         self._check_open()
-        rows = self._with_end_tokens(self._read(batch, loss_mask=False, optional=("margins",)))
+        rows = self._scored_at_ends(self._read(batch, loss_mask=False, optional=("margins",)))
         everywhere = self._ranks.gather([len(rows), "margins" in rows.columns])
         if len({given for _, given in everywhere}) > 1:
             raise InvalidDataError("some ranks have the column margins, others do not")
@@ -288,25 +288,15 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
         scores, _ = self._score(self._partition(rows), extras="none")
         return scores[rows.mask]
 
-    def _with_end_tokens(self, rows: PackedRows) -> PackedRows:
-        """Append a copy of its last token to each row, the only one to score: its value depends on the whole row."""
+    def _scored_at_ends(self, rows: PackedRows) -> PackedRows:
+        """Return rows with their last token alone to score, by the state behind it, which depends on the whole row."""
         lengths = torch.tensor(rows.lengths, dtype=torch.int64)
 
         def check() -> None:
             if empty := (lengths == 0).nonzero().flatten().tolist():
                 raise InvalidDataError(f"row {empty[0]} has no token to score")
-            self._model.check_lengths((lengths + 1).tolist())
 
         self._ranks.call_together(check, doing="reading the batch", catch=InvalidDataError)
-        last = torch.cumsum(lengths, 0) - 1
-        source = torch.cat([torch.arange(len(rows.input_ids)), last])
-        # The sort is stable: the copy of a row's last token comes right behind it.
-        source = source[torch.sort(source, stable=True).indices]
-        mask = torch.zeros(len(source), dtype=torch.bool)
-        mask[last + torch.arange(1, len(lengths) + 1)] = True
-        return PackedRows(
-            input_ids=rows.input_ids[source],
-            mask=mask,
-            columns={name: column[source] for name, column in rows.columns.items()},
-            lengths=lengths + 1,
-        )
+        mask = torch.zeros_like(rows.mask)
+        mask[torch.cumsum(lengths, 0) - 1] = True
+        return PackedRows(input_ids=rows.input_ids, mask=mask, columns=rows.columns, lengths=lengths, back=0)

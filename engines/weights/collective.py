@@ -261,7 +261,9 @@ class CollectiveTransport(VersionedTransport[int]):
                 raise WeightError(f"tensor {name} was published twice in one version")
             place = divided(tensor.shape, 0, rank=self.rank, ranks=self.ranks)
             if isinstance(tensor, DTensor) and not self._is_sharded_alike(tensor):
-                tensor = tensor.full_tensor()  # noqa: PLW2901
+                from engines.training.checkpoint import full_tensor
+
+                tensor = full_tensor(tensor)  # noqa: PLW2901
             if isinstance(tensor, DTensor):
                 shard = tensor.to_local()
                 checksum = self._checksum(tensor, shard)
@@ -315,7 +317,8 @@ class CollectiveTransport(VersionedTransport[int]):
                 if self.rank:
                     dist.send(data, group=group, group_dst=0)
                 else:
-                    digest.update(data.cpu().numpy().data)
+                    # A copy: a trainer could not free memory that numpy has seen (Offload).
+                    digest.update(data.to("cpu", copy=True).numpy().data)
         return 0 if self.rank else digest.intdigest()
 
     def _free(self, version: int, place: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.data import DataProto
 from asyncrl.interfaces import Generation
-from asyncrl.serve.call import Call
+from asyncrl.serve.call import Call, EventStream
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Limits
 from asyncrl.serve.sessions import Session, Sessions
@@ -160,6 +160,18 @@ async def test_token_prompts_continue_a_turn(serve):
         assert branches[0]["loss_mask"] == [False, False, True, True, False, True, True]
 
 
+async def test_a_client_that_samples_in_pieces_continues_one_conversation(serve):
+    async with serve(lambda prompt: [prompt[-1] + 1, prompt[-1] + 2]) as served:
+        for prompt in ([5, 6], [5, 6, 7, 8], [5, 6, 7, 8, 9, 10]):
+            await served.post("/sessions/t/generate", {"prompt_token_ids": prompt})
+        await served.post("/sessions/t/reward", {"reward": 1.0, "turn_rewards": [0.0, 0.0, 1.0]})
+        batch = DataProto.load_from_disk(served.folder / "00000000.asyncrl")
+        assert batch.batch["input_ids"].values().tolist() == [5, 6, 7, 8, 9, 10, 11, 12]
+        assert batch.batch["turns"].values().tolist() == [-1, -1, 0, 0, 1, 1, 2, 2]
+        assert batch.batch["branches"].values().tolist() == []  # a line
+        assert len(set(batch.meta_info["summary"]["turn_anchors"][0])) == 3
+
+
 async def test_token_prompts_branch_after_a_turn_that_is_followed_already(serve):
     async with serve(lambda prompt: [prompt[-1] + 1, prompt[-1] + 2]) as served:
         for prompt in ([5, 6], [5, 6, 7, 8, 20], [5, 6, 7, 8, 30], [5, 6]):
@@ -190,6 +202,26 @@ async def test_a_reward_may_follow_the_last_event_immediately(serve):
         assert kept["kept"] == "00000001.asyncrl"
 
 
+async def test_each_completion_of_a_stream_is_in_the_session_before_its_end_is_sent(serve, monkeypatch):
+    record, send, order = Call.record, EventStream.send, []
+
+    def recorded(*arguments):
+        order.append("turn")
+        record(*arguments)
+
+    async def sent(events, content):
+        order.extend("end" for choice in content.choices if choice.finish_reason)
+        await send(events, content)
+
+    monkeypatch.setattr(Call, "record", recorded)
+    monkeypatch.setattr(EventStream, "send", sent)
+    async with serve(lambda prompt: "it<|end|>") as served:
+        body = {"model": "tiny", "prompt": [5, 6], "n": 2, "stream": True}
+        await served.events("/sessions/s/v1/completions", body)
+        assert order == ["turn", "end"] * 2
+        assert (await served.get("/sessions/s"))["turns"] == 2
+
+
 async def test_a_session_does_not_end_between_the_last_token_and_its_turn(serve, monkeypatch):
     async with serve(lambda prompt: "it<|end|>") as served:
         url, body = "/sessions/s/v1/chat/completions", chat(user("say it"))
@@ -215,10 +247,10 @@ def test_a_prompt_of_ids_continues_the_longest_turn_that_it_begins_with():
     dice, session, longest = random.Random(0), Session("s", ""), 0
     for _ in range(300):
         before = dice.choice(session._nodes).token_ids() if session._nodes else ()
-        prompt = (*before, *dice.choices((1, 2), k=dice.randrange(1, 4)))
+        prompt = (*before, *dice.choices((1, 2), k=dice.randrange(0 if before else 1, 4)))
         place = session.token_prompt(prompt)
         ends = [tuple(node.token_ids()) for node in session._nodes]
-        begun = max((len(ids) for ids in ends if len(ids) < len(prompt) and prompt[: len(ids)] == ids), default=0)
+        begun = max((len(ids) for ids in ends if prompt[: len(ids)] == ids), default=0)
         assert len(prompt) - len(place.appended) == begun
         sampled = tuple(dice.choices((1, 2), k=dice.randrange(1, 3)))
         session.add(place, turn(sampled), {"role": "assistant", "content": ""})

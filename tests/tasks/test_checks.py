@@ -79,7 +79,7 @@ FUNCTION = {"source": "function"}
         ({"rollout": {"max_seq_len": 2048}}, "rollout.max_seq_len = 2048: the model has 1024 positions"),
         ({"trainer": {"world_size": 64}}, "trainer.world_size = 64: with 1 CPUs each"),
         ({"trainer": {"options": {"zero_stage": 3}}}, "trainer.options.zero_stage: .* has no option"),
-        ({"model": {"options": {"heads": 5}}}, "hidden_size=128 is not a multiple of heads=5"),
+        ({"model": {"options": {"heads": 5}}}, "hidden_size=128 is not a multiple of twice heads=5"),
         ({"model": {"options": {"width": 64}}}, "model.options.width: .* allowed: tokenizer_conversations,"),
         ({"model": {"source": "gguf:absent.gguf", "options": {}}}, "there is no file absent.gguf"),
         ({"env": {"name": "my_env.py:Factory"}}, "names a file where a module is meant; write my_env:Factory"),
@@ -194,7 +194,7 @@ def test_the_model_of_a_reward_training_is_checked_too(tmp_path: Path) -> None:
         "model": {"source": "scratch", "options": {"heads": 5}},
         "preferences": {"files": str(tmp_path / "pairs.jsonl")},
     }
-    with pytest.raises(ConfigError, match="hidden_size=128 is not a multiple of heads=5"):
+    with pytest.raises(ConfigError, match="hidden_size=128 is not a multiple of twice heads=5"):
         check_reward_training(RewardTrainingConfig.from_mapping(tables))
 
 

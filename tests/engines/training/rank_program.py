@@ -21,8 +21,9 @@ from safetensors.torch import save_file
 from asyncrl.algorithms import GSPO, ClipCov, PolicyObjective, TokenLosses, TruncatedImportance, ValueObjective
 from asyncrl.algorithms.losses import PolicyLoss, PolicyTokens
 from asyncrl.data import DataProto
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, CheckpointError
 from engines.training import pipeline
+from engines.training.checkpoint import SavedTensors
 from engines.training.fsdp_engine import FSDPEngine
 from engines.training.value_engine import FSDPValueEngine
 
@@ -321,6 +322,10 @@ def errors(rank: Rank) -> None:
     begun_s = time.monotonic()
     attempt(lambda: failing.update(batch))
     said.append(str(time.monotonic() - begun_s < 30))
+    failing.save(rank.folder / "whole")
+    gone = CheckpointError("gone") if rank.rank == 1 else None
+    with patch.object(SavedTensors, "read", side_effect=gone):
+        attempt(lambda: failing.load(rank.folder / "whole"))
     failing.close()
     values = rank.value_engine()
     attempt(lambda: values.compare(batch if rank.rank == 0 else batch.with_columns(margins=torch.zeros(4))))

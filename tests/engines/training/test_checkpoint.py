@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.errors import CheckpointError
 from asyncrl.io import DurableFiles
 from engines.training import checkpoint
-from engines.training.checkpoint import HostMemory, SavedTensors, TensorSpec, write_tensors
+from engines.training.checkpoint import HostMemory, SavedTensors, TensorSpec, full_tensor, write_tensors
 
 TENSORS = {
     "matrix": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -102,3 +105,15 @@ def test_a_folder_of_another_model_is_refused_with_the_tensor_that_differs(tmp_p
     (tmp_path / "rank-00000.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors cannot be read"):
         SavedTensors(tmp_path)
+
+
+def test_what_numpy_reads_of_a_full_tensor_is_no_memory_of_the_shard() -> None:
+    """On two replicas the one shard is all of the tensor."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2, 1))
+        tensor = DTensor.from_local(torch.arange(3.0), mesh, [Replicate(), Shard(0)])
+        assert full_tensor(tensor).numpy().tolist() == [0.0, 1.0, 2.0]
+        assert tensor.to_local().untyped_storage().resizable()
+    finally:
+        dist.destroy_process_group()

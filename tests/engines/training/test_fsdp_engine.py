@@ -26,6 +26,7 @@ from asyncrl.io import DurableFiles
 from asyncrl.trainer.checkpoint import Checkpoints, DriverState, read_driver_state, step_of
 from asyncrl.trainer.workers import EngineGroup
 from engines.training.fsdp_engine import FSDPEngine, peak_tflops
+from engines.training.packing import assign_minibatches
 
 Trajectories = Callable[..., DataProto]
 LENGTHS = [9, 4, 17, 6, 6, 12, 3, 14]
@@ -230,6 +231,16 @@ def test_an_error_between_forward_and_backward_does_not_change_the_next_step(
     for seed in range(2):
         assert trainer.update(trajectories(LENGTHS, seed=seed)) == fresh.update(trajectories(LENGTHS, seed=seed))
     assert _same(_weights(trainer), _weights(fresh))
+
+
+def test_steps_before_one_that_is_not_finite_have_been_made(engine: MakeEngine, trajectories: Trajectories) -> None:
+    trainer, same = engine(num_mini_batches=2), engine(num_mini_batches=2)
+    assigned = assign_minibatches(len(LENGTHS), num_mini_batches=2, seed=trainer._derived_seed())
+    advantages = torch.ones(len(LENGTHS))
+    advantages[assigned.index(1)] = math.nan
+    with pytest.raises(EngineError, match="loss is nan at optimizer step 1: only the steps before it were made"):
+        trainer.update(trajectories(LENGTHS, advantages=advantages))
+    assert not _same(_weights(trainer), _weights(same))
 
 
 def test_read_only_batches_are_fine(engine: MakeEngine, trajectories: Trajectories) -> None:
@@ -458,6 +469,18 @@ def test_engines_share_a_process_and_leave_it_clean(engine: MakeEngine, trajecto
     assert len(reference.log_probs(batch)) == 8
 
 
+def test_an_engine_of_one_rank_leaves_no_group_in_a_process_of_several(engine: MakeEngine) -> None:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        groups = dist.distributed_c10d._world.pg_map
+        alone = engine()
+        assert len(groups) == 2
+        alone.close()
+        assert len(groups) == 1
+    finally:
+        dist.destroy_process_group()
+
+
 def test_engines_in_two_threads_do_not_disturb_each_other(engine: MakeEngine, trajectories: Trajectories) -> None:
     alone, left, right = (engine(max_tokens_per_microbatch=30) for _ in range(3))
 
@@ -545,4 +568,5 @@ def test_what_a_device_can_do_gives_the_share_that_is_used() -> None:
 def test_what_devices_can_do_is_known_by_their_names() -> None:
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA H20", "NVIDIA A100-SXM4-80GB")
     assert [peak_tflops(name) for name in names] == [989.0, 756.0, 989.0, 148.0, 312.0]
+    assert [peak_tflops(f"NVIDIA {name} NVL") for name in ("H100", "H200")] == [835.0, 835.0]
     assert [peak_tflops(name) for name in ("NVIDIA RTX A1000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")] == [None, None]

@@ -298,8 +298,10 @@ def test_an_error_on_one_rank_is_raised_on_both_and_both_can_continue(more: Outc
     assert rank_0[5] == "EngineError: the loss failed on rank 1 (of 1 that failed); see its error"
     assert rank_1[5] == "ZeroDivisionError: the user's loss divides by 0"
     assert rank_0[6] == rank_1[6] == "True"  # long before the collectives' deadline
-    assert rank_0[7] == rank_1[7] == "InvalidDataError: some ranks have the column margins, others do not"
-    assert len(rank_0) == len(rank_1) == 8
+    assert rank_0[7] == "EngineError: load failed on rank 1 (of 1 that failed); see its error"
+    assert rank_1[7] == "CheckpointError: gone"
+    assert rank_0[8] == rank_1[8] == "InvalidDataError: some ranks have the column margins, others do not"
+    assert len(rank_0) == len(rank_1) == 9
 
 
 @pytest.mark.slow

@@ -110,6 +110,18 @@ def test_memory_that_numpy_has_seen_is_copied_before_it_is_freed():
     assert resizable(tensor) is not tensor
 
 
+def test_memory_that_cannot_be_freed_stays():
+    offload = Offload(torch.device("cpu"))
+    freed, kept = torch.arange(1000.0), torch.arange(3.0)
+    kept.numpy()
+    offload.release([freed, kept])
+    assert freed.untyped_storage().nbytes() == 0
+    assert kept.tolist() == [0.0, 1.0, 2.0]
+    offload.restore()
+    assert torch.equal(freed, torch.arange(1000.0))
+    offload.close()
+
+
 @pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=GPU)])
 def test_host_memory_lies_side_by_side_in_few_allocations(monkeypatch: pytest.MonkeyPatch, pinned: bool):
     """Slabs of 1024 bytes: 128 + 832 + 64 of them fill the first, 320 + 256 the second; 1536 get one of their own."""

@@ -198,5 +198,8 @@ def test_what_an_optimizer_does_not_have_is_refused_by_name(pair: tuple[nn.Param
     assert "momentum" in refused.value.remedy
     with pytest.raises(ConfigError, match="'adamw' has no option 'betas'"):
         ShardedOptimizer(parameters, options={"betas": (0.5, 0.5)})
+    with pytest.raises(ConfigError, match="'adamw' has no option 'amsgrad'") as refused:
+        ShardedOptimizer(parameters, options={"amsgrad": True})
+    assert refused.value.remedy == "betas and eps are fields of the engine"
     with pytest.raises(ConfigError, match="'muon': momentum should be"):
         ShardedOptimizer(parameters, name="muon", options={"momentum": -1.0})

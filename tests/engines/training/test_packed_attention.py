@@ -134,6 +134,13 @@ def test_kernels_of_several_torch_versions_get_the_arguments_they_support(
     assert torch.allclose(found, _by_hand(query, key, value, lengths, window=window, softcap=None))
 
 
+def test_values_of_another_size_than_queries_have_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_varlen_parameters", lambda: {"window_size"})
+    query, value = torch.empty(1, 2, 4, 96, dtype=torch.bfloat16), torch.empty(1, 2, 4, 64, dtype=torch.bfloat16)
+    assert packed._has_varlen_kernel(query, query, "cuda")
+    assert not packed._has_varlen_kernel(query, value, "cuda")
+
+
 @pytest.mark.parametrize(
     "asked", [{"attention_mask": torch.ones(1)}, {"s_aux": torch.ones(1)}, {"dropout": 0.1}, {"is_causal": False}]
 )

@@ -149,6 +149,14 @@ def test_a_rectangle_pads_its_shorter_rows() -> None:
     assert micro_batch.predictors.tolist() == [0, 2, 5]
 
 
+def test_a_token_may_be_scored_by_the_state_behind_it() -> None:
+    mask = torch.tensor([False, False, True, True])
+    rows = PackedRows(input_ids=torch.tensor([5, 6, 7, 8]), mask=mask, columns={}, lengths=torch.tensor([3, 1]), back=0)
+    micro_batch = rows.pack(MicroBatch((Rectangle((0,), 3), Rectangle((1,), 1))))
+    assert micro_batch.input_ids.tolist() == [5, 6, 7, 8]
+    assert micro_batch.predictors.tolist() == [2, 3]
+
+
 def test_without_a_mask_every_token_but_the_first_is_scored() -> None:
     rows = PackedRows.read(_batch(), vocabulary=10, loss_mask=False)
     assert rows.scored.tolist() == [2, 0, 3]

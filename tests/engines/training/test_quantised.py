@@ -38,6 +38,12 @@ def test_codes_and_scales_by_hand() -> None:
     assert dequantised(codes, scales).tolist() == [[127.0, -1.0, 0.0, 64.0], [0.0, 0.0, 0.0, 0.0]]
 
 
+def test_a_shard_without_rows_has_codes_and_scales_without_rows() -> None:
+    codes, scales = quantised(torch.empty(0, 128))
+    assert (codes.shape, scales.shape) == ((0, 128), (0, 2))
+    assert dequantised(codes, scales).shape == (0, 128)
+
+
 def test_layers_compute_with_what_codes_stand_for_and_so_do_gradients() -> None:
     torch.manual_seed(0)
     linear, embedding = nn.Linear(128, 6), nn.Embedding(5, 128)

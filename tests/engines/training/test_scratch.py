@@ -88,7 +88,8 @@ def test_options_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         scratch.make(tmp_path, seed=0, demonstrations=None)
     with pytest.raises(ConfigError, match="vocab_size is 100"):
         scratch.make_scratch_model(tmp_path, conversations=conversations, vocab_size=100)
-    with pytest.raises(ConfigError, match="hidden_size=30 is not a multiple of heads=4"):
-        scratch.make_scratch_model(tmp_path, conversations=conversations, hidden_size=30)
+    for size, heads in ((30, 4), (12, 4), (32, 0), (0, 4)):  # of 12, each head would have three
+        with pytest.raises(ConfigError, match=f"hidden_size={size} is not a multiple of twice heads={heads}"):
+            scratch.make_scratch_model(tmp_path, conversations=conversations, hidden_size=size, heads=heads)
     with pytest.raises(ConfigError, match="'nonsense'"):
         scratch.make_scratch_model(tmp_path, conversations=conversations, architecture="nonsense")

@@ -18,6 +18,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.errors import WeightError, WeightMismatchError
 from asyncrl.weights import WeightManifest, joined
@@ -66,6 +70,22 @@ def test_ranks_of_a_trainer_send_slices_to_ranks_of_an_engine(make: Make) -> Non
         assert found.keys() == model.keys()
         for name, tensor in model.items():
             assert torch.equal(found[name], tensor[within(wanted[name], whole(tensor.shape))])
+
+
+def test_the_shards_that_are_published_can_still_be_freed(make: Make) -> None:
+    dist.init_process_group("fake", rank=0, world_size=1)
+    try:
+        model = {"alike": init_device_mesh("cpu", (1,)), "other": init_device_mesh("cpu", (1, 1))}
+        shards = {
+            name: DTensor.from_local(torch.arange(6.0), mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)])
+            for name, mesh in model.items()
+        }
+        manifest = make().publish(shards.items(), version=1)
+        expected = xxhash.xxh3_64_intdigest(torch.arange(6.0).numpy().data)
+        assert [entry.checksum for entry in manifest.tensors] == [expected] * 2
+        assert all(shard.to_local().untyped_storage().resizable() for shard in shards.values())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_each_rank_holds_its_rows_alone(make: Make) -> None:

@@ -215,8 +215,9 @@ def reasoning_gym_score(
     Raises:
         ValueError: the data set is unknown, or the row has no entry.
     """
-    import reasoning_gym
     from reasoning_gym.factory import DATASETS
+
+    from asyncrl.rewards.gym import score
 
     name = str(extra_info.get("dataset") or data_source.rpartition("/")[2])
     if name not in DATASETS:
@@ -229,11 +230,11 @@ def reasoning_gym_score(
     answer = _tagged(solution_str, tag) if tag else solution_str
     if answer is None:
         return 0.0
-    entry = {"answer": ground_truth, "metadata": {}, **entry}
-    score: Any = reasoning_gym.get_score_answer_fn(name)  # the package's annotation is wrong
-    return float(score(answer=answer.strip(), entry=entry))
+    return score(answer.strip(), {"answer": ground_truth, "metadata": {}, **entry}, dataset=name)
 
 
 _deterministic: tuple[Any, ...] = (exact, regex, json_schema, gsm8k, search_r1, reasoning_gym_score)
 for _rule in _deterministic:  # without math_score: math-verify limits its time
     _rule.deterministic = True
+for _rule in (*_deterministic, math_score):  # a column with the name of an option is no option
+    _rule.only_required_columns = True

@@ -289,7 +289,7 @@ async def test_sleep_and_wake(served: Served, collect: Collect, request_of: Requ
     assert [one.finish_reason for one in done] == ["length"] * 23 + ["abort"]
     for request, got in zip(begun, done, strict=False):
         # Drawn without a seed: of 960 such answers, half of which slept, 19 were off by more than 1e-4 and none by more
-        # than 2.3e-4, since vLLM's attention on a CPU approximates exp. Keys of other weights would be off by over 1e-2.
+        # than 2.3e-4, as vLLM's attention on a CPU approximates exp. Keys of other weights would be off by over 1e-2.
         assert worst(got, mixed_log_probs(served.models, request, got)) < 1e-3
 
     await engine.pause()

@@ -511,6 +511,7 @@ def ask(folder: Path, content: bytes) -> Answer:
         "HF_ENDPOINT": "http://127.0.0.1:9",
         "HF_HOME": str(folder / "hub"),
     }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False, timeout=300)
     user_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before

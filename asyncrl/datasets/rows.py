@@ -1,8 +1,8 @@
 """The rows of each kind of training, read from records with the columns that the field uses.
 
 =============== ======================================================================================================
-prompts (RL)    verl's: ``prompt`` (chat messages, or a text), ``data_source``, ``reward_model.ground_truth``,
-                ``extra_info``, which gets all other columns, too
+prompts (RL)    verl's: ``prompt`` (chat messages, or a text), ``data_source``, ``reward_model.ground_truth`` or
+                ``ground_truth``, ``extra_info``, which gets all other columns, too
 conversations   ``messages``; or ``prompt`` with ``response`` or ``completion``; or ShareGPT's ``conversations``;
                 ``tools`` beside them
 preferences     ``prompt``, ``chosen``, ``rejected``; or only the last two, as conversations with a common beginning
@@ -96,7 +96,7 @@ def read_prompt(record: Mapping[str, Any], columns: Mapping[str, str] | None = N
             raise InvalidDataError(f"has {media!r}, and only text is supported")
 
     def optional(column: str) -> Any:  # one that the configuration names must be there
-        return _lookup(record, names.get(column, column), default=_MISSING if column in given else None)
+        return _lookup(record, names.get(column, column), default=_MISSING if column in given else record.get(column))
 
     extra, source = optional("extra_info"), optional("data_source")
     prompt = _as_messages(

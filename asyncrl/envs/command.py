@@ -406,13 +406,14 @@ class CommandEnvironment:
         home = {**dict.fromkeys(("HOME", "TMPDIR"), f"{own}/home"), "PYTHONNOUSERSITE": "1"}
         env = {**home, **env, "ASYNCRL_TURNS_FILE": f"{own}/turns.json"}
         judging = await place.run(command, env, factory.limits, over=asyncio.Event())
-        failed = judging.code
-        if factory.judged_by == "test_command":
-            failed = factory.judge_starts and judging.code in _NOT_STARTED
-        if judging.how != "exited" or failed:
+        failed = not judging.succeeded
+        if factory.judged_by == "test_command":  # which the agent's work may crash
+            unstarted = factory.judge_starts and judging.code in _NOT_STARTED
+            failed = unstarted or judging.how in ("deadline", "stopped")
+        if failed:
             raise _failure(f"{factory.judged_by}", judging, factory)
         if factory.judged_by == "test_command":
-            return _Earned(float(judging.code == 0))
+            return _Earned(float(judging.succeeded))
         return _score((judging.stdout.strip().splitlines() or [""])[-1], turns=len(turns))
 
 
@@ -554,7 +555,8 @@ class CommandFactory:
         reward: where the reward comes from instead: ``exit_status`` (1 if the program ends with status 0, else 0).
             Anything else is an option of ``tasks``.
         test_command: run in the program's folder afterwards; the reward is 1 if it ends with status 0, else 0. Status
-            126 or 127 is a failure, as of a command that cannot be started, but not of a shell, or in that folder.
+            126 or 127 is a failure, as of a command that cannot be started, but not of a shell, or in that folder;
+            so is the deadline, and no other end.
         score_command: likewise; the reward is the number on the last line of its output.
         env: further environment variables, with the same placeholders. Of this process's own the program gets
             ``PATH``, ``LANG`` and the like alone.

@@ -1,7 +1,7 @@
 """Tasks of the package ``reasoning-gym``: over a hundred procedural data sets, each with its own scorer.
 
 An episode has one turn: the model answers the question between ``<answer>`` tags, and the data set's scorer returns the
-reward (0..1).
+reward (0..1), in a process of its own (:mod:`asyncrl.rewards.gym`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from asyncrl.envs.calculator import is_held_out, question_messages
 from asyncrl.errors import ConfigError, EnvironmentFailure
 from asyncrl.interfaces import Message, Step, Task, Tool
+from asyncrl.rewards.rules import Answer, FunctionRule
 from asyncrl.runtime import in_thread
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _STRIDE = 16
 """Distance between the first candidates of two tasks: nearly always enough to find an item of the split."""
+_SCORE = "asyncrl.rewards.gym:score"
+_DEADLINE_S = 60.0
 
 INSTRUCTIONS = "Think step by step. Then write the final answer, and nothing else, between <answer> and </answer>."
 
@@ -28,8 +31,9 @@ class ReasoningGymEnvironment:
 
     deterministic = True
 
-    def __init__(self, dataset: Any, *, instructions: str, answer_tag: str) -> None:
+    def __init__(self, dataset: Any, rule: FunctionRule, *, instructions: str, answer_tag: str) -> None:
         self._dataset = dataset  # a reasoning_gym.ProceduralDataset, which is not annotated
+        self._rule = rule
         self._instructions = instructions
         self._answer_tag = answer_tag
         self._entry: dict[str, Any] | None = None
@@ -54,8 +58,11 @@ class ReasoningGymEnvironment:
         answer = self._answer(str(reply.get("content") or ""))
         if answer is None:
             return Step(done=True, info={"answered": False})
-        score = await in_thread(self._dataset.score_answer, answer, self._entry)
-        return Step(reward=float(score), done=True, info={"answered": True})
+        entry = {"entry": self._entry}
+        verdict = await self._rule.judge(
+            Answer(data_source="reasoning_gym", solution_str=answer, ground_truth=None, extra_info=entry)
+        )
+        return Step(reward=verdict.score, done=True, info={"answered": True})
 
     async def close(self) -> None:
         self._entry = None
@@ -118,6 +125,8 @@ class ReasoningGymFactory:
                 path="env.options",
                 remedy=f"options of {DATASETS[dataset][1].__name__}",
             ) from error
+        options = {"seed": seed, "size": size, **config}
+        self._rule = FunctionRule(_SCORE, deadline_s=_DEADLINE_S, dataset=dataset, config=options)
         self._name = dataset
         self._size = size
         self._instructions = instructions
@@ -162,7 +171,13 @@ class ReasoningGymFactory:
         return None
 
     def make(self) -> ReasoningGymEnvironment:
-        return ReasoningGymEnvironment(self._dataset, instructions=self._instructions, answer_tag=self._answer_tag)
+        return ReasoningGymEnvironment(
+            self._dataset, self._rule, instructions=self._instructions, answer_tag=self._answer_tag
+        )
+
+    async def aclose(self) -> None:
+        """End the process that scores."""
+        await self._rule.close()
 
     def demonstration(self, index: int) -> list[Message]:
         raise ConfigError(

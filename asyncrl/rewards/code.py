@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import logging
@@ -28,8 +29,13 @@ _EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, si
 _MAX_DEATHS = 3
 
 _LANGUAGE = re.compile(r"[ \t]*([\w+-]*)")
+_DEFINITIONS = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom),
+    *(ast.Assign, ast.AnnAssign, ast.Pass),
+)
 
 _ASSERTIONS = Path(__file__).with_name("code_program.py").read_text(encoding="utf-8")
+_COMPILE = "import sys; compile(sys.stdin.read(), 'solution.py', 'exec')"
 _CALL = """
 import json, os, sys
 spec = json.load(sys.stdin)
@@ -92,9 +98,9 @@ class CodeRule:
     async def judge(self, answer: Answer) -> Verdict:
         tests = _tests(answer.ground_truth)[: self._most_tests]
         program = program_in(answer.solution_str)
-        try:
-            compile(program, "solution.py", "exec")
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        async with self._running:
+            compiled = await run_program(self._sandboxes, _COMPILE, stdin=program, limits=self._limits)
+        if not compiled.succeeded:
             return Verdict(score=0.0, parts={"passed": 0.0, "compiles": 0.0, "deadlines": 0.0})
         ends = await run_all(self._run_test(program, test) for test in tests)
         passed = ends.count("passed") / len(ends)
@@ -241,8 +247,9 @@ def _tests(given: Any) -> list[dict[str, Any]]:
             given = [given]  # assert statements
     if isinstance(given, dict) and "assert_case" in given:
         given = given["assert_case"]
-    if isinstance(given, list) and given and all(isinstance(test, str) for test in given):
-        return [{"assertions": test} for test in given]
+    texts = given if isinstance(given, list) and all(isinstance(test, str) for test in given) else []
+    if asserting := [{"assertions": test} for test in texts if _asserts(test)]:
+        return asserting
     if isinstance(given, dict):
         inputs, outputs = given.get("inputs"), given.get("outputs")
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0:
@@ -255,9 +262,29 @@ def _tests(given: Any) -> list[dict[str, Any]]:
                 ]
             return [{"stdin": _text(each), "stdout": _text(right)} for each, right in pairs]
     raise RewardError(
-        'code needs tests as ground truth: {"inputs": [...], "outputs": [...]} of equal length, or assert statements; '
-        f"got {repr(given)[:200]}",
+        'code needs tests as ground truth: {"inputs": [...], "outputs": [...]} of equal length, or assert statements '
+        f"outside of functions; got {repr(given)[:200]}",
         how="value",
+    )
+
+
+def _asserts(test: str) -> bool:
+    """Return whether a test does more than to define: functions that nothing calls assert nothing.
+
+    Raises:
+        RewardError: it is no Python; the row is wrong, not the answer.
+    """
+    try:
+        statements = ast.parse(test).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RewardError(
+            f"a test of code must be assert statements in Python ({error}); got {repr(test)[:200]}", how="value"
+        ) from error
+    return not all(
+        isinstance(each, _DEFINITIONS)
+        or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))  # a docstring
+        or (isinstance(each, ast.If) and "__name__" in ast.dump(each.test))  # a test is not the main program
+        for each in statements
     )
 
 

@@ -33,6 +33,8 @@ from typing import Any
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _SHORT = {"np": "numpy", "pd": "pandas", "nx": "networkx"}
 """Modules by the short names that they usually have."""
+_OF_THE_TESTS = (AssertionError, StopIteration, StopAsyncIteration)
+"""What ends a test, or a loop in one as if nothing were left: no exception of a program does."""
 
 
 class Peer:
@@ -72,7 +74,7 @@ class Peer:
             kind, text = message["error"]
             error = getattr(builtins, str(kind), Exception)
             is_error = isinstance(error, type) and issubclass(error, Exception)
-            raise (error if is_error and error is not AssertionError else RuntimeError)(str(text))
+            raise (error if is_error and error not in _OF_THE_TESTS else RuntimeError)(str(text))
         for argument, now in zip(arguments, message.get("changed", ()), strict=False):
             _become(argument, self.decode(now))
         return self.decode(message["value"])

@@ -31,7 +31,12 @@ def exact(solution_str: str, ground_truth: Any, *, tag: str = "", ignore_case: b
         ground_truth: a text or number, or a list of accepted ones.
         tag: compare only the text in the last pair ``<tag>...</tag>``; an answer without one scores 0.
         ignore_case: whether upper and lower case are equal.
+
+    Raises:
+        ValueError: there is no ground truth; the row is wrong, not the answer.
     """
+    if ground_truth is None or ground_truth == []:
+        raise ValueError("exact needs a ground truth, and the row has none: name its column in columns.ground_truth")
     answer = _tagged(solution_str, tag) if tag else solution_str
     if answer is None:
         return 0.0
@@ -94,10 +99,9 @@ def json_schema(
     validator.check_schema(wanted)
     fenced = _FENCE.findall(solution_str)
     try:
-        value = json.loads(fenced[-1] if fenced else solution_str)
-    except (json.JSONDecodeError, RecursionError):
+        return float(validator(wanted).is_valid(json.loads(fenced[-1] if fenced else solution_str)))
+    except (ValueError, ArithmeticError, RecursionError):  # no JSON; too many digits, too deep
         return 0.0
-    return float(validator(wanted).is_valid(value))
 
 
 def gsm8k(solution_str: str, ground_truth: Any, *, strict: bool = True) -> float:
@@ -110,10 +114,19 @@ def gsm8k(solution_str: str, ground_truth: Any, *, strict: bool = True) -> float
         solution_str: the answer.
         ground_truth: a number, or its text; or a solution that ends with ``#### NUMBER``, as in the rows of the hub.
         strict: False compares the last number of an answer without ``####``.
+
+    Raises:
+        ValueError: the ground truth is no number; the row is wrong, not the answer.
     """
     found = _GSM8K.findall(solution_str) or ([] if strict else _NUMBER.findall(solution_str))
-    expected = str(ground_truth).rpartition("####")[2]
-    return float(bool(found) and _same_number(found[-1], expected))
+    try:
+        expected = _number(str(ground_truth).rpartition("####")[2])
+    except ValueError:
+        given = str(ground_truth)[-80:]
+        raise ValueError(
+            f"gsm8k needs a number as ground truth, not {given!r}: name its column in columns.ground_truth"
+        ) from None
+    return float(bool(found) and _number(found[-1]) == expected)
 
 
 def search_r1(solution_str: str, ground_truth: Any) -> float:
@@ -158,11 +171,8 @@ def _normal(text: str, *, ignore_case: bool) -> str:
     return text.casefold() if ignore_case else text
 
 
-def _same_number(one: str, other: str) -> bool:
-    try:
-        return float(one.replace(",", "")) == float(other.replace(",", "").strip())
-    except ValueError:
-        return False
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 def math_score(solution_str: str, ground_truth: Any, *, boxed: bool = False, float_rounding: int = 6) -> float:
@@ -215,8 +225,9 @@ def reasoning_gym_score(
     Raises:
         ValueError: the data set is unknown, or the row has no entry.
     """
-    import reasoning_gym
     from reasoning_gym.factory import DATASETS
+
+    from asyncrl.rewards.gym import score
 
     name = str(extra_info.get("dataset") or data_source.rpartition("/")[2])
     if name not in DATASETS:
@@ -229,11 +240,11 @@ def reasoning_gym_score(
     answer = _tagged(solution_str, tag) if tag else solution_str
     if answer is None:
         return 0.0
-    entry = {"answer": ground_truth, "metadata": {}, **entry}
-    score: Any = reasoning_gym.get_score_answer_fn(name)  # the package's annotation is wrong
-    return float(score(answer=answer.strip(), entry=entry))
+    return score(answer.strip(), {"answer": ground_truth, "metadata": {}, **entry}, dataset=name)
 
 
 _deterministic: tuple[Any, ...] = (exact, regex, json_schema, gsm8k, search_r1, reasoning_gym_score)
 for _rule in _deterministic:  # without math_score: math-verify limits its time
     _rule.deterministic = True
+for _rule in (*_deterministic, math_score):  # a column with the name of an option is no option
+    _rule.only_required_columns = True

@@ -84,7 +84,8 @@ class FunctionRule:
     """A function of the answer: with verl's signature, ``(data_source, solution_str, ground_truth, extra_info)``.
 
     It takes any of these by name, ``completion`` (which is ``solution_str``), ``prompt`` (the messages before it), the
-    keys of the row's ``extra_info``, and further options; it returns a number, or a table of numbers with ``score``.
+    keys of the row's ``extra_info`` (for a function with an attribute ``only_required_columns = True`` those without a
+    default alone), and further options; it returns a number, or a table of numbers with ``score``.
     :class:`asyncrl.rewards.scoring.UserFunction` runs it and documents its limits and errors.
 
     ``deterministic`` declares that the same answer gets the same score again (:class:`RewardRule`).
@@ -119,8 +120,10 @@ class FunctionRule:
         self._options = options
 
     async def judge(self, answer: Answer) -> Verdict:
-        function = self._function
-        arguments = {**answer.extra_info, **answer.as_arguments(), **self._options}
+        function, columns = self._function, answer.extra_info
+        if getattr(function.function, "only_required_columns", False):
+            columns = {name: value for name, value in columns.items() if name in function.required}
+        arguments = {**columns, **answer.as_arguments(), **self._options}
         arguments |= {"completion": answer.solution_str, "prompt": list(answer.prompt)}
         if lacking := sorted(function.required - arguments.keys()):
             raise RewardError(

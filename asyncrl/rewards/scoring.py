@@ -331,6 +331,7 @@ class UserFunction:
         start_deadline_s: longest time for starting a process and importing the module there.
 
     Attributes:
+        function: the function.
         parameters: names of the parameters that may be passed by keyword.
         required: those without a default.
         takes_any: whether the function also takes ``**others``.
@@ -354,10 +355,10 @@ class UserFunction:
         check_count("concurrency", concurrency)
         self.name = name = part_text(function)
         self._deadline_s = deadline_s
-        self._function = load_function(function) if isinstance(function, str) else function
-        self.parameters, self.required, self.takes_any = _parameters(name, self._function)
-        self._asynchronous = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
-            getattr(self._function, "__call__", None)  # noqa: B004  # an object with async __call__
+        self.function = load_function(function) if isinstance(function, str) else function
+        self.parameters, self.required, self.takes_any = _parameters(name, self.function)
+        self._asynchronous = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            getattr(self.function, "__call__", None)  # noqa: B004  # an object with async __call__
         )
         self._here = self._asynchronous or not is_importable(function)
         self._running = asyncio.Semaphore(concurrency)
@@ -397,9 +398,9 @@ class UserFunction:
             try:
                 async with deadline:
                     if self._asynchronous:
-                        value = await self._function(**arguments)
+                        value = await self.function(**arguments)
                     else:
-                        value = await in_thread(self._function, **arguments)
+                        value = await in_thread(self.function, **arguments)
             except Exception as error:
                 if isinstance(error, TimeoutError) and deadline.expired():
                     text = f"took longer than its deadline of {self._deadline_s:g} s"

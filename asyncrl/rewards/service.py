@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _LARGEST_REPLY_BYTES = 1 << 24
 _FIRST_DELAY_S = 0.1
 _RETRIED = {408, 425, 429, 500, 502, 503, 504}
+_OF_ONE_REQUEST = {400, 413, 422}
+"""Refuse what it holds, such as an answer that is too long: the next one may be taken."""
 
 
 class JSONService:
@@ -57,7 +59,8 @@ class JSONService:
 
         Raises:
             EnvironmentDeadlineError: no attempt succeeded before the deadline.
-            RewardError: the service refused the request, or its reply is not JSON.
+            EnvironmentFailure: the service refused what the request holds (status 400, 413, 422).
+            RewardError: it refused the request otherwise, or its reply is not JSON.
         """
         last = "no reply"
         try:
@@ -86,7 +89,11 @@ class JSONService:
 
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None))
+            self._session = aiohttp.ClientSession(
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0),  # whose queue would count among the deadline
+            )
         try:
             async with self._session.post(self.url, json=body, allow_redirects=False) as reply:
                 content = await _read(reply.content)
@@ -97,7 +104,10 @@ class JSONService:
         if status in _RETRIED:
             return None, f"status {status}: {shown}"
         if not 200 <= status < 300:
-            raise RewardError(f"{self.url} refused a request with status {status}: {shown}", how="raised")
+            refused = f"{self.url} refused a request with status {status}: {shown}"
+            if status in _OF_ONE_REQUEST:
+                raise EnvironmentFailure(refused)
+            raise RewardError(refused, how="raised")
         if len(content) > _LARGEST_REPLY_BYTES:
             raise RewardError(f"{self.url} answered more than the limit of {_LARGEST_REPLY_BYTES} bytes", how="value")
         try:
@@ -134,7 +144,7 @@ class HTTPRule:
     """Scores over HTTP: ``POST url`` with verl's four arguments and ``prompt`` as JSON returns a number.
 
     The reply may also be a table with ``score``, whose other numbers become parts. Limits and retries are those of
-    :class:`JSONService`; a refused request ends the run, because every retry would be refused, too.
+    :class:`JSONService`; a request that is refused for more than what it holds ends the run, as each would be.
 
     Args:
         url, deadline_s, concurrency: as for :class:`JSONService`.

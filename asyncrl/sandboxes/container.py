@@ -24,7 +24,7 @@ _LABEL = "asyncrl.owner"
 _ORDER_S = 60.0
 _FIRST = 'end=$(($(date +%s)+$1)); while [ $(date +%s) -lt $end ]; do sleep "$1" & wait $!; done'
 """The first process: it reaps orphans, and cannot be killed from within."""
-_KILLED = 128
+_KILLED, _SIGNALS = 128, 64
 
 
 class ContainerBackend:
@@ -139,12 +139,11 @@ class ContainerSandbox(Sandbox):
                     deadline_s=self.limits.deadline_s if deadline_s is None else deadline_s,
                     output_bytes=self.limits.output_bytes if output_bytes is None else output_bytes,
                 )
-                # Everything but the first process, which this one then follows: what it says of itself is not needed.
-                await self._backend.order("exec", self.container, "/bin/sh", "-c", "kill -9 -1 2>/dev/null; true")
+                await self._kill()
             except BaseException:
                 await self.destroy()
                 raise
-        if end.how == "exited" and end.code > _KILLED:  # a shell's way of saying it
+        if end.how == "exited" and _KILLED < end.code <= _KILLED + _SIGNALS:  # a shell's way of saying it
             return ProgramEnd(how="killed", code=end.code - _KILLED, output=end.output, error=end.error)
         return end
 
@@ -156,6 +155,16 @@ class ContainerSandbox(Sandbox):
         if self._destroying is None:
             self._destroying = asyncio.ensure_future(self._destroy())
         await shield_until_done(self._destroying)
+
+    async def _kill(self) -> None:
+        """End what a command has left; destroy a container whose processes leave no room for that, or prevent it."""
+        try:
+            # Everything but the first process, which this one then follows: what it says of itself is not needed.
+            await self._backend.order("exec", self.container, "/bin/sh", "-c", "kill -9 -1 2>/dev/null; true")
+        except SandboxError:
+            if await self._backend.order("inspect", "--format", "{{.State.Running}}", self.container) != "true":
+                raise
+            await self.destroy()
 
     async def _destroy(self) -> None:
         with contextlib.suppress(SandboxError):  # it is gone, or it ends at its time to live

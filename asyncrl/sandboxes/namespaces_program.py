@@ -9,8 +9,8 @@ imports only the standard library, because it starts for every sandbox.
     processes     a separate process tree: all of it dies with this process, whatever its sessions and groups
     files         a file system of its own: the interpreter and the system's libraries, read-only, and a small one in
                   memory at ``/sandbox``, which is also ``/tmp``
-    system_calls  a filter (seccomp): no mounts, namespaces, tracing, keys, kernel memory that no limit counts, or
-                  families of sockets other than Unix and IP
+    system_calls  a filter (seccomp): no mounts, namespaces, tracing, keys, limits of other processes, memory of the
+                  kernel that no limit counts, or families of sockets other than Unix and IP
 
 SPEC is JSON: ``{"folder": ..., "visible": [PATH, ...], "memory_bytes": ..., "file_bytes": ..., "files": ...,
 "children": ..., "loopback": whether there is such an interface}``. On the socket FD (SOCK_SEQPACKET) each message is
@@ -63,12 +63,13 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_
 _CAPABILITY_VERSION = 0x20080522
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _WATCH_MS = 100
+_KILLER_S = 5.0
 _FOLDER = "/sandbox"
 _LARGEST_MESSAGE = 1 << 18
 _MOST_DESCRIPTORS = 8
 
 # Numbers of system calls: x86_64, aarch64.
-_SOCKET, _CLONE, _CLONE3, _PIVOT_ROOT = (41, 198), (56, 220), (435, 435), (155, 41)
+_SOCKET, _CLONE, _CLONE3, _PIVOT_ROOT, _PRLIMIT = (41, 198), (56, 220), (435, 435), (155, 41), (302, 261)
 _SOCKET_FAMILIES = (1, 2, 10)  # Unix, IPv4, IPv6: others (VSOCK, ALG) are not of a network namespace
 _REFUSED = (
     *((165, 40), (166, 39), _PIVOT_ROOT, (161, 51)),  # mount, umount2, pivot_root, chroot
@@ -161,9 +162,7 @@ class _Server:
                     break
                 self._do(json.loads(message), descriptors)
         if self._first is not None:
-            os.kill(self._first, signal.SIGKILL)
-            while os.waitpid(-1, 0)[0] != self._first:  # it has ended when all of the tree are, and those are reaped
-                pass
+            self._end_tree(self._first)
         else:
             self._kill(wait=False)
 
@@ -211,17 +210,23 @@ class _Server:
                 if ended[0] == self._first:
                     os._exit(1)
                 if ended[0] == self._program:
-                    self._kill(wait=True)
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    self._kill(wait=True, code=code)
                     self._program = None
-                    self._send({"code": os.waitstatus_to_exitcode(ended[1]), "memory": self._too_much})
+                    self._send({"code": code, "memory": self._too_much})
 
-    def _kill(self, *, wait: bool) -> None:
-        """Kill the command with everything it started; with ``wait``, until there is nothing left to be killed."""
+    def _kill(self, *, wait: bool, code: int = -signal.SIGKILL) -> None:
+        """Kill the command with everything it started; with ``wait``, until there is nothing left to be killed.
+
+        A program of this user can stop or kill what kills it: then the whole tree ends, and this process once it has
+        answered that the command ended with ``code``.
+        """
         if self._first is None:  # without a tree of its own, its group is what can be known
             if self._program is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._program, signal.SIGKILL)
             return
+        reading, writing = os.pipe()  # the killer alone keeps its other end
         killer = os.fork()
         if killer == 0:
             with contextlib.suppress(ProcessLookupError):
@@ -230,7 +235,19 @@ class _Server:
                     os.sched_yield()
                     os.kill(-1, signal.SIGKILL)
             os._exit(0)
-        os.waitpid(killer, 0)
+        os.close(writing)
+        in_time = select.select([reading], [], [], _KILLER_S)[0]
+        os.close(reading)
+        if not in_time or os.waitpid(killer, 0)[1]:
+            self._end_tree(self._first)
+            if self._program is not None:
+                self._send({"code": code, "memory": self._too_much})
+            os._exit(1)
+
+    def _end_tree(self, first: int) -> None:
+        os.kill(first, signal.SIGKILL)
+        while os.waitpid(-1, 0)[0] != first:  # it has ended when all of the tree are, and those are reaped
+            pass
 
     def _reset(self) -> bool:
         """Make the sandbox what it was at the beginning; False if that cannot be proven.
@@ -461,6 +478,8 @@ def _system_call_filter() -> bytes | None:
     namespaces |= _CLONE_NEWUTS | _CLONE_NEWCGROUP
     lines += [(equal, 0, 3, _CLONE[column]), (load, 0, 0, argument)]
     deny(any_bit, namespaces, not_permitted)
+    lines += [(load, 0, 0, number), (equal, 0, 3, _PRLIMIT[column]), (load, 0, 0, argument)]
+    lines += [(equal, 1, 0, 0), (end, 0, 0, not_permitted)]  # of others; 0 is the process itself
     lines += [(load, 0, 0, number), (equal, 0, 2 + len(_SOCKET_FAMILIES), _SOCKET[column]), (load, 0, 0, argument)]
     left = len(_SOCKET_FAMILIES)
     for family in _SOCKET_FAMILIES:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.errors import AsyncRLError, ConfigError, SandboxError
 from asyncrl.sandboxes.contract import Isolation, ProgramEnd, Sandbox, SandboxLimits, unstartable
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ class RemoteBackend:
                 self._session.request(method, self._url + path, json=body, allow_redirects=False) as response,
             ):
                 answer = json.loads(await response.read())
+                if not isinstance(answer, dict):
+                    raise ValueError(f"status {response.status}, and no object")
         except (aiohttp.ClientError, ValueError, TimeoutError) as error:
             raise SandboxError(f"{self._url} gave no answer: {type(error).__name__}: {error}") from error
         if response.status in (400, 401, 403):
@@ -101,7 +103,7 @@ class RemoteBackend:
             raise _AllLeasedError(f"{self._url}: {answer.get('error')}")
         if response.status != 200:
             raise SandboxError(f"{self._url} failed with status {response.status}: {answer.get('error')}")
-        return dict(answer)
+        return answer
 
 
 class RemoteSandbox(Sandbox):
@@ -144,7 +146,7 @@ class RemoteSandbox(Sandbox):
     async def destroy(self) -> None:
         if not self._destroyed:
             self._destroyed = True
-            with contextlib.suppress(SandboxError):  # it is gone already, or ends at its time to live
+            with contextlib.suppress(AsyncRLError):  # it is gone already, or ends at its time to live
                 await self._backend.ask("DELETE", self._path, {}, deadline_s=_DESTROY_S)
 
     async def _ask(self, what: str, body: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:

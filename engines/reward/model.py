@@ -11,6 +11,7 @@ import torch
 from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.model_folder import check_model
+from asyncrl.rollout.branches import unfold
 from asyncrl.runtime import shield_until_done
 from asyncrl.storage import local_model
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 class ModelReward:
     """Scores every trajectory by its last token (:class:`asyncrl.interfaces.RewardModel`).
+
+    Of a tree of turns, the branch counts that ends with the last turn.
 
     It reads the policy's tokens, so the model must have the policy's tokenizer; serve a model with another one behind
     a :class:`~engines.reward.remote.RemoteReward`. Calls are computed one after another in a thread of the worker;
@@ -78,7 +81,7 @@ class ModelReward:
             engine = self._engine
             if engine is None:
                 raise RewardError(f"score() of the reward model {self._path} was called after close()")
-            scored = await shield_until_done(asyncio.to_thread(engine.scores, batch))
+            scored = await shield_until_done(asyncio.to_thread(lambda: engine.scores(_last_branches(batch))))
         assert scored.batch is not None
         rewards: torch.Tensor = scored.batch["scores"] * self._scale + self._shift
         bad = (~rewards.isfinite()).nonzero().flatten().tolist()
@@ -92,6 +95,13 @@ class ModelReward:
             engine, self._engine = self._engine, None
             if engine is not None:
                 engine.close()
+
+
+def _last_branches(batch: DataProto) -> DataProto:
+    """Return of each row the branch that ends with its last turn."""
+    branches = unfold(batch.with_columns(row=torch.arange(len(batch)))).rows
+    assert branches.batch is not None
+    return branches.select_idxs(branches.batch["row"].bincount().cumsum(0) - 1)
 
 
 def _check_tokenizer(path: str, policy: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from asyncrl.data import DataProto
-from asyncrl.errors import EnvironmentDeadlineError, RewardError
+from asyncrl.errors import EnvironmentDeadlineError, EnvironmentFailure, RewardError
 from asyncrl.rewards.scoring import check_count
 from asyncrl.rewards.scoring_program import as_number
 from asyncrl.rewards.service import JSONService
@@ -82,8 +82,9 @@ class RemoteReward:
     async def _request(self, rows: list[dict[str, Any]]) -> list[float]:
         try:
             record = await self._service.post({"rows": to_json(rows)})
-        except EnvironmentDeadlineError as error:
-            raise RewardError(str(error), how="deadline") from error
+        except EnvironmentFailure as error:
+            how = "deadline" if isinstance(error, EnvironmentDeadlineError) else "raised"
+            raise RewardError(str(error), how=how) from error
         rewards = record.get("rewards") if isinstance(record, dict) else None
         url, shown = self._service.url, json.dumps(record)[:_SHOWN_CHARACTERS]
         if not isinstance(rewards, list) or len(rewards) != len(rows):

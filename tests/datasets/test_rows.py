@@ -29,6 +29,11 @@ def test_verls_columns_are_a_prompt():
     assert json.loads(json.dumps(row.extra_info)) == row.extra_info
 
 
+def test_a_ground_truth_may_stand_by_itself():
+    assert read_prompt({"prompt": "1+1", "ground_truth": "2"}).ground_truth == "2"
+    assert read_prompt(verl(ground_truth="3")).ground_truth == "2"
+
+
 def test_columns_without_another_use_are_extra_info_as_far_as_json_has_them():
     record = {"question": "1+1", "answer": 2, "level": "easy", "picture": b"1", "extra_info": {"level": "hard"}}
     assert read_prompt(record, {"prompt": "question"}).extra_info == {"answer": 2, "level": "hard"}

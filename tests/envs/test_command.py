@@ -319,6 +319,16 @@ print(0.25 if len(turns) == 1 and not prepared and "PYTHONNOUSERSITE" in os.envi
     assert trajectory.reward == 0.25
 
 
+@pytest.mark.parametrize("sandbox", [None, {}])
+async def test_work_that_crashes_its_test_earns_nothing(
+    play: Callable[..., Any], sandbox: dict[str, Any] | None
+) -> None:
+    for crash in ("import os; os.kill(os.getpid(), 11)", "print('x' * 5000)"):
+        options = {"test_command": ["python3", "-c", crash], "output_bytes": 4000, "sandbox": sandbox}
+        (failed,), _ = await play(factory_of("prepares", **options))
+        assert failed.reward == 0.0
+
+
 async def test_a_test_that_cannot_be_started_is_no_reward(play: Callable[..., Any]) -> None:
     # What a shell does not find, or a program of the folder that is gone, is the agent's doing: no further attempt.
     for wrong in (["sh", "-c", "exit 1"], ["sh", "-c", "./no-such-test"], ["./no-such-test"]):

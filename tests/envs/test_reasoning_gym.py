@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,27 @@ async def test_the_data_sets_scorer_returns_the_reward(sums: ReasoningGymFactory
     assert await reward(task["answer"]) == 0.0, "the tags were asked for"
 
 
+async def play(answer: str) -> float:
+    factory = ReasoningGymFactory(dataset="n_queens", seed=5, n=5, min_remove=1, max_remove=2)
+    environment = factory.make()
+    await environment.reset(factory.task(0, split="train"))
+    try:
+        return (await environment.step({"role": "assistant", "content": f"<answer>{answer}</answer>"})).reward
+    finally:
+        await factory.aclose()
+
+
+async def test_an_answer_is_not_executed(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    assert await play(f"open({str(file)!r}, 'w')") == 0.0
+    assert not file.exists()
+
+
+@pytest.mark.slow
+async def test_an_answer_that_hangs_its_scorer_scores_nothing() -> None:
+    assert await play("9**9**9**9") == 0.0
+
+
 async def test_without_tags_the_whole_reply_is_the_answer() -> None:
     factory = ReasoningGymFactory(dataset="chain_sum", answer_tag="", instructions="")
     task = factory.task(3, split="held_out")
@@ -54,27 +76,21 @@ async def test_without_tags_the_whole_reply_is_the_answer() -> None:
     assert step.reward == 1.0
 
 
-async def test_a_stop_iteration_of_the_scorer_is_raised(
+async def test_a_stop_iteration_of_the_data_set_is_raised(
     sums: ReasoningGymFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = sums.task(0, split="train")
     environment = sums.make()
-    await environment.reset(task)
     monkeypatch.setattr(environment, "_dataset", EmptyHanded())
     async with asyncio.timeout(1.0):
-        with pytest.raises(RuntimeError, match="score_answer raised StopIteration"):
-            await environment.step({"role": "assistant", "content": "<answer>1</answer>"})
         with pytest.raises(RuntimeError, match="__getitem__ raised StopIteration"):
             await environment.reset(task)
 
 
 class EmptyHanded:
-    """A data set whose methods run out of an iterator."""
+    """A data set whose items run out of an iterator."""
 
     def __getitem__(self, item: int) -> dict[str, object]:
-        return next(iter(()))
-
-    def score_answer(self, answer: str, entry: dict[str, object]) -> float:
         return next(iter(()))
 
 

@@ -74,6 +74,19 @@ async def test_a_policy_that_leaves_no_room_for_the_tests_fails_them(tmp_path: P
     await made.aclose()
 
 
+async def test_a_check_finds_nothing_that_the_policy_has_put_in_its_home(tmp_path: Path):
+    made = factory(tmp_path, check="cat ~/.profile || python3 -c 'import site; exit(not site.ENABLE_USER_SITE)'")
+    task = made.task(0, split="train")
+    del task["extra_info"]["check"]
+    environment = made.make()
+    await environment.reset(task)
+    await environment.step(call("bash", command="touch ~/.profile"))
+    step = await environment.step({"role": "assistant", "content": "done"})
+    assert (step.done, step.reward) == (True, 0.0)
+    await environment.close()
+    await made.aclose()
+
+
 @pytest.mark.parametrize(
     "forgery",
     [

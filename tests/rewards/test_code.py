@@ -105,6 +105,13 @@ async def test_what_the_tests_compare_with_is_not_the_programs(what: str):
     assert (await judge(program, assertion)).score == 0.0
 
 
+@pytest.mark.parametrize("program", ["def f(x): raise StopIteration", "def f(x): next(iter(()))"])
+async def test_no_exception_of_a_program_ends_a_loop_of_the_tests(program: str):
+    assertion = "assert all(map(lambda case: f(case[0]) == case[1], [(1, 2), (2, 3)]))"
+    assert (await judge(program, assertion)).score == 0.0
+    assert (await judge("def f(x): return x + 1", assertion)).score == 1.0
+
+
 @pytest.mark.parametrize(
     ("assertions", "wanted", "modules"),
     [
@@ -123,14 +130,27 @@ def test_names_that_assertions_take_from_a_program(assertions: str, wanted: set[
 
 
 async def test_a_program_that_passes_its_deadline_fails_the_test():
-    rule = CodeRule(deadline_s=0.1)
+    rule = CodeRule(deadline_s=1.5)
     verdict = await rule.judge(Answer(data_source="apps", solution_str="while True: pass", ground_truth=DOUBLE))
     assert verdict == Verdict(score=0.0, parts={"passed": 0.0, "compiles": 1.0, "deadlines": 1.0})
 
 
-@pytest.mark.parametrize("tests", [None, {}, [], {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, 7])
+IDLE = (
+    "",
+    [""],
+    "# assert f(1)",
+    "'f(1) is 2'\nimport math\nMETADATA = {}\ndef check(f):\n    assert f(1) == 2",
+    "def test_f():\n    assert f(1) == 2\nif __name__ == '__main__':\n    test_f()",
+    "assert f(1) = 2",
+)
+"""Texts of which nothing is asserted."""
+
+
+@pytest.mark.parametrize(
+    "tests", [*[None, {}, [], {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, 7], *IDLE]
+)
 async def test_a_row_without_tests_raises_a_reward_error(tests: Any):
-    with pytest.raises(RewardError, match="code needs tests"):
+    with pytest.raises(RewardError, match=r"code needs tests|must be assert statements in Python"):
         await judge("print(1)", tests)
 
 
@@ -142,10 +162,20 @@ async def test_arguments_that_are_not_json_raise_a_reward_error(arguments: str):
     assert (caught.value.how, len(str(caught.value)) < 400) == ("value", True)
 
 
+async def test_a_program_that_explodes_when_it_is_compiled_fails_in_a_sandbox():
+    lines = [f"{' ' * depth}{line}" for depth in range(24) for line in ("try: pass", "finally:")]
+    program = "\n".join([*lines, f"{' ' * 24}pass", "print(2)"])
+    verdict = await judge(program, DOUBLE, deadline_s=1.0)
+    assert verdict == Verdict(score=0.0, parts={"passed": 0.0, "compiles": 0.0, "deadlines": 0.0})
+    assert (await judge("print(2", DOUBLE)).parts["compiles"] == 0.0
+
+
 async def test_a_program_killed_from_outside_runs_again(monkeypatch: pytest.MonkeyPatch):
     ends = [ProgramEnd(how="killed", code=9), SandboxError("died"), ProgramEnd(how="exited", code=0, output=b"2")]
 
-    async def once(*_: Any) -> ProgramEnd:
+    async def once(sandboxes: Any, program: str, *_: Any) -> ProgramEnd:
+        if program == code._COMPILE:
+            return ProgramEnd(how="exited", code=0)
         end = ends.pop(0)
         if isinstance(end, SandboxError):
             raise end

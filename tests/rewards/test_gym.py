@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,7 @@ pytest.importorskip("reasoning_gym")
 
 import reasoning_gym
 
+from asyncrl.rewards import gym
 from asyncrl.rewards.match import reasoning_gym_score as compute_score
 
 
@@ -28,3 +32,73 @@ def test_an_unknown_data_set_or_a_missing_entry_raises():
         compute_score("reasoning_gym/leg", "", "4", {"entry": {}})
     with pytest.raises(ValueError, match=r"needs the row's extra_info\.entry"):
         compute_score("reasoning_gym/leg_counting", "", "4", {})
+
+
+def score_of(name: str, answer: str) -> float:
+    entry = reasoning_gym.create_dataset(name, size=1, seed=3)[0]
+    answer = answer.replace("RIGHT", str(entry["answer"]))
+    return compute_score(f"reasoning_gym/{name}", answer, None, {"entry": entry}, tag="")
+
+
+def test_no_answer_is_executed(tmp_path: Path):
+    here = tmp_path / "here"
+    for name in ("n_queens", "spiral_matrix", "countdown", "simple_integration", "polynomial_multiplication"):
+        for way in ("__import__('pathlib').Path({!r}).touch()", "exec('open({!r}, \"w\")')", "open({!r}, 'w')"):
+            assert score_of(name, way.format(str(here))) < 0.1
+    assert not here.exists()
+    cheat = "[c for c in [].__class__.__base__.__subclasses__()]"
+    assert (score_of("string_insertion", cheat), score_of("string_insertion", "list('RIGHT')")) == (0.0, 0.0)
+    assert score_of("simple_integration", "Integral(RIGHT, x)") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "score"),
+    [
+        ("countdown", "RIGHT", 1.0),
+        ("simple_integration", "RIGHT", 1.0),
+        ("simple_integration", "RIGHT + sqrt(2) * log(abs(3)) - 5!", 1.0),
+        ("polynomial_multiplication", "RIGHT", 1.0),
+        ("bitwise_arithmetic", "RIGHT", 1.0),
+        ("number_sorting", "RIGHT", 1.0),
+    ],
+)
+def test_answers_are_computed(name: str, answer: str, score: float):
+    assert score_of(name, answer) == score
+
+
+def test_lists_are_data():
+    entry = reasoning_gym.create_dataset("string_insertion", size=1, seed=3)[0]
+    assert compute_score("x/string_insertion", repr(list(entry["answer"])), "", {"entry": entry}, tag="") == 0.1
+
+
+@pytest.mark.parametrize("source", ["(1).real", "f'{1}'", "[1][0]", "x", "print()", "lambda: 1", "1 if 1 else 2"])
+def test_what_is_not_data_is_refused(source: str):
+    with pytest.raises(ValueError, match="an answer"):
+        gym.evaluate(source, {"x": object(), "print": print})
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("n_queens", "[0] * 10**12"),
+        ("countdown", "(" * 5000),
+        pytest.param("n_queens", "9**9**9**9", marks=pytest.mark.slow),
+        pytest.param("coin_flip", "1e999999999", marks=pytest.mark.slow),
+    ],
+)
+def test_an_answer_that_exhausts_its_scorer_scores_nothing(name: str, answer: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gym, "_CPU_S", 1)
+    assert score_of(name, answer) < 0.1
+
+
+def test_a_wrong_entry_raises():
+    with pytest.raises(ValueError, match="KeyError"):
+        compute_score("x/n_queens", "1", "", {"entry": {"answer": "1"}}, tag="")
+
+
+def test_a_scorer_killed_from_outside_ends_its_process_likewise(monkeypatch: pytest.MonkeyPatch):
+    ended: list[tuple[int, int]] = []
+    monkeypatch.setattr(gym, "_limited", lambda *_: signal.raise_signal(signal.SIGKILL))
+    monkeypatch.setattr(gym.os, "kill", lambda *given: ended.append(given))
+    score_of("leg_counting", "1")
+    assert ended == [(os.getpid(), signal.SIGKILL)]

@@ -51,6 +51,7 @@ def test_regex(answer: str, options: dict[str, Any], score: float):
         ('{"n": 3', 0),
         ("[]", 0),
         ("[" * 100_000, 0),
+        ("9" * 5000, 0),
     ],
 )
 def test_json_schema(answer: str, score: float):
@@ -58,6 +59,13 @@ def test_json_schema(answer: str, score: float):
     assert json_schema(answer, None, {}, schema=schema) == score
     assert json_schema(answer, None, {"schema": '{"type": "object", "required": ["n"], '
                                       '"properties": {"n": {"type": "integer"}}}'}) == score  # fmt: skip
+
+
+def test_an_answer_that_no_number_or_recursion_holds_is_no_match():
+    deep = {"type": "array", "items": {"$ref": "#"}}
+    assert json_schema("[" * 700 + "]" * 700, None, {}, schema=deep) == 0.0
+    for answer in ("9" * 4000, "Infinity", "NaN", "1e999"):
+        assert json_schema(answer, None, {}, schema={"multipleOf": 0.5}) == 0.0
 
 
 def test_an_open_fence_before_blank_lines_is_read_in_linear_time():
@@ -81,6 +89,15 @@ def test_a_row_without_a_schema_raises():
 )
 def test_gsm8k(answer: str, strict: bool, score: float):
     assert gsm8k(answer, "4", strict=strict) == score
+
+
+def test_a_row_without_a_ground_truth_raises():
+    for truth in (None, []):
+        with pytest.raises(ValueError, match="exact needs a ground truth"):
+            exact("None", truth)
+    for truth in (None, "forty", "####"):
+        with pytest.raises(ValueError, match="gsm8k needs a number as ground truth"):
+            gsm8k("#### 4", truth)
 
 
 def test_numbers_of_gsm8k_may_have_commas():

@@ -80,6 +80,14 @@ async def test_an_async_function_may_not_return_more_than_a_float32_holds(functi
         await verdict(FunctionRule(function(f"async def compute_score(**given):\n    return {value}\n")))
 
 
+async def test_columns_fill_no_options_of_the_rules_that_are_installed():
+    truth = Answer(data_source="x", solution_str="4", ground_truth="4", extra_info={"tag": "b", "pattern": "5"})
+    for rule, score in (("exact", 1.0), ("regex", 0.0)):
+        made = FunctionRule(f"asyncrl.rewards.match:{rule}")
+        assert (await made.judge(truth)).score == score
+        await made.close()
+
+
 class Fixed:
     def __init__(self, score: float, **parts: float) -> None:
         self.verdict = Verdict(score=score, parts=parts)

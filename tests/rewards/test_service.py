@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RewardError
 from asyncrl.rewards.rules import Answer, RewardRule, Verdict
@@ -111,6 +112,7 @@ async def test_transient_failures_are_retried():
     [
         (status(404, "no such rule"), RewardError, "refused a request with status 404: no such rule"),
         (status(302), RewardError, "status 302"),
+        (status(413, "too long"), EnvironmentFailure, "refused a request with status 413: too long"),
         (status(200, "high"), RewardError, "must answer JSON, got: high"),
         ({"value": 1}, RewardError, "a table without 'score'"),
         ("high", RewardError, "'high' of type str"),
@@ -140,6 +142,22 @@ async def test_the_deadline_does_not_include_waiting_for_a_place():
         await rule.close()
         await runner.cleanup()
     assert [each.score for each in verdicts] == [1.0] * 8
+
+
+async def test_as_many_requests_run_at_once_as_the_concurrency_says():
+    all_here = asyncio.Barrier(101)
+
+    async def together(request: web.Request) -> web.Response:
+        await all_here.wait()
+        return web.json_response(1)
+
+    app = web.Application()
+    app.router.add_post("/", together)
+    async with TestServer(app) as server:
+        rule = HTTPRule(url=str(server.make_url("/")), deadline_s=10.0, concurrency=101)
+        verdicts = await asyncio.gather(*(rule.judge(ANSWER) for _ in range(101)))
+        await rule.close()
+    assert [each.score for each in verdicts] == [1.0] * 101
 
 
 async def test_an_unreachable_service_raises_at_the_deadline():

@@ -28,6 +28,10 @@ elif what == "ps":
 elif what == "rm":
     shutil.rmtree(folder / rest[-1])
     (folder / f"{rest[-1]}.owner").unlink()
+elif what == "inspect":
+    if not (folder / rest[-1]).is_dir():
+        sys.exit(f"no such container: {rest[-1]}")
+    print("true")
 elif what == "exec":
     given = list(rest)
     env = {"PATH": os.defpath}
@@ -39,6 +43,8 @@ elif what == "exec":
         sys.exit(f"no such container: {name}")
     running = folder / f"{name}.pid"
     if "kill -9 -1" in given[-1]:
+        if (folder / name / "no-room").exists():
+            sys.exit("resource temporarily unavailable")
         if running.exists():
             subprocess.run(["kill", "-9", running.read_text()], check=False, stderr=subprocess.DEVNULL)
             running.unlink()

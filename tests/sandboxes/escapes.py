@@ -97,6 +97,7 @@ ESCAPES = {
     "read another's memory": _call("syscall", 310, 1, 0, 0, 0, 0, 0),
     "a faster priority": _tried("os.setpriority(os.PRIO_PROCESS, 0, -20)"),
     "a real-time priority": _tried("os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))"),
+    "limit the first process": _tried("import resource; resource.prlimit(1, resource.RLIMIT_CPU, (60, 60))"),
     "stop the first process": (
         "import os\nos.kill(1, 19)\nstate = open('/proc/1/stat').read().rpartition(')')[2].split()[0]\n"
         "print('ESCAPED' if state == 'T' else state)"
@@ -158,3 +159,13 @@ ESCAPES = {
     ),
     "a file beyond its limit": _tried("open('x', 'wb').write(bytes(64 << 20)); open('x', 'rb').seek(0, 2)"),
 }
+
+STOPS_WHAT_KILLS = """
+import os
+if os.fork() == 0:
+    while os.getppid() != 1: pass
+    while True:
+        try: os.kill(-1, 19)
+        except OSError: pass
+"""
+"""Ends at once, and leaves a child that stops all processes that it may: where root runs the tests, that is none."""

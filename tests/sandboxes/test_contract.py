@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.sandboxes.container import ContainerBackend
 from asyncrl.sandboxes.contract import Sandbox, SandboxBackend, SandboxLimits
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
-from asyncrl.sandboxes.remote import RemoteBackend
+from asyncrl.sandboxes.remote import RemoteBackend, RemoteSandbox
 from asyncrl.serve.middleware import KeyRing
 from asyncrl.serve.sandboxes import SandboxServer
 
@@ -76,6 +78,8 @@ async def test_a_sandbox_of_every_kind(kind: str, folder: Path, monkeypatch: pyt
         )
         assert (end.how, end.code, end.output, end.stderr, end.succeeded) == ("exited", 3, b"\0\xff", "ill b\n", False)
         assert (await sandbox.exec(["/bin/sh", "-c", "kill -11 $$"])).how == "killed"
+        end = await sandbox.exec(["/bin/sh", "-c", "exit 255"])
+        assert (end.how, end.code) == ("exited", 255)
         assert (await sandbox.exec(["nothing here"])).code != 0
         for unstartable in (["echo", "x" * 100_000], ["echo", "\0"]):
             end = await sandbox.exec(unstartable)
@@ -142,6 +146,19 @@ async def test_a_container_has_what_the_limits_say_and_no_more(folder: Path):
         assert option in text
     assert run[-1] == "60"
     assert "--network bridge" in " ".join(other)
+
+
+async def test_a_command_keeps_its_end_if_what_it_leaves_cannot_be_killed(folder: Path):
+    backend = ContainerBackend(image="x", command=docker_in(folder))
+    sandbox = await backend.create(LIMITS)
+    end = await sandbox.exec(["/bin/sh", "-c", "touch no-room; exit 3"])
+    assert (end.how, end.code) == ("exited", 3)
+    with pytest.raises(SandboxError, match="gone"):
+        await sandbox.exec(["true"])
+    dead = await backend.create(LIMITS)
+    with pytest.raises(SandboxError, match="no such container"):
+        await dead.exec(["rm", "-r", f"../{dead.container}"])
+    await backend.close()
 
 
 async def test_containers_of_a_dead_process_are_removed_and_those_of_others_are_not(folder: Path):
@@ -224,6 +241,26 @@ async def test_only_a_body_that_cannot_be_used_is_refused_as_such(monkeypatch: p
         monkeypatch.setattr(NamespacesSandbox, "exec", broken)
         with pytest.raises(SandboxError, match="gave no answer"):
             await sandbox.exec(["true"])
+        await backend.close()
+
+
+@pytest.mark.parametrize(("status", "answer"), [(401, {}), (200, []), (502, "ill")])
+async def test_destroying_a_sandbox_of_a_server_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch, status: int, answer: object
+):
+    async def answers(request: web.Request) -> web.Response:
+        return web.json_response(answer, status=status)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answers)
+    monkeypatch.setenv("ASYNCRL_SANDBOX_KEY", KEY)
+    async with TestServer(app) as server:
+        backend = RemoteBackend(url=str(server.make_url("")))
+        isolation = dict.fromkeys(("user", "network", "processes", "files", "system_calls"), True)
+        sandbox = RemoteSandbox(backend, {"id": "x", "isolation": isolation, "folder": "/"}, LIMITS)
+        with pytest.raises((ConfigError, SandboxError), match=r"refused|gave no answer"):
+            await sandbox.exec(["true"])
+        await RemoteSandbox(backend, {"id": "y", "isolation": isolation, "folder": "/"}, LIMITS).destroy()
         await backend.close()
 
 

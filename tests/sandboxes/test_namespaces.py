@@ -23,7 +23,7 @@ from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.sandboxes import namespaces
 from asyncrl.sandboxes.contract import Isolation, ProgramEnd, SandboxLimits
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
-from tests.sandboxes.escapes import ESCAPES
+from tests.sandboxes.escapes import ESCAPES, STOPS_WHAT_KILLS
 
 QUICK = SandboxLimits(deadline_s=3.0)
 
@@ -216,20 +216,21 @@ def test_no_program_leaves_the_sandbox_of_an_ordinary_user():
         spec = {"memory_bytes": 1 << 30, "file_bytes": 16 << 20, "files": 64, "children": 32, "loopback": False}
         spec |= {"folder": str(folder / "work"), "visible": ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache"]}
         left = []
-        for name in sorted(set(ESCAPES) - {"a fork bomb", "memory of many processes"}):
+        programs = {**ESCAPES, "stop what kills": STOPS_WHAT_KILLS}
+        for name in sorted(set(programs) - {"a fork bomb", "memory of many processes"}):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             command = ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "/usr/bin/python3", "-I", "-S"]
             command += [str(folder / "program.py"), json.dumps(spec), str(theirs.fileno())]
             with subprocess.Popen(command, pass_fds=[theirs.fileno()]), ours, tempfile.TemporaryFile() as output:
                 theirs.close()
                 assert all(json.loads(ours.recv(1 << 16))["isolation"].values())
-                program = ["/usr/bin/python3", "-I", "-c", ESCAPES[name].format(**values)]
+                program = ["/usr/bin/python3", "-I", "-c", programs[name].format(**values)]
                 order = {"do": "exec", "command": program, "env": {"PATH": os.defpath}, "cpu_s": 3}
                 nothing = os.open("/dev/null", os.O_RDWR)
                 socket.send_fds(ours, [json.dumps(order).encode()], [nothing, output.fileno(), nothing])
                 os.close(nothing)
                 ours.settimeout(20)
-                assert "code" in json.loads(ours.recv(1 << 16))
+                assert "code" in json.loads(ours.recv(1 << 16)), name
                 output.seek(0)
                 left += [name] if b"ESCAPED" in output.read() else []
         assert left == []

@@ -126,6 +126,7 @@ async def test_a_server_that_hangs_raises_at_the_deadline() -> None:
         (lambda: web.Response(text=f'{{"rewards": [1.0, {10**400}]}}'), "not a finite float32"),
         (lambda: web.Response(text='{"rewards": [1.0, ' + "1" * 5000 + "]}"), "must answer JSON"),
         (lambda: web.Response(status=404, text="where?"), "refused a request with status 404: where"),
+        (lambda: web.Response(status=413, text="no"), "refused a request with status 413: no"),
     ],
 )
 async def test_an_invalid_answer_raises_at_once(response: Callable[[], web.Response], what: str) -> None:

@@ -519,14 +519,20 @@ asyncio.run(main())
 """
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as short:  # a socket's path has at most 107 characters
+        yield Path(short)
+
+
 @pytest.mark.parametrize("started", [False, True])
 async def test_a_killed_driver_leaves_neither_processes_nor_files(
-    folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
+    folder_of: FolderOf, short_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
 ) -> None:
     """Kill it when SGLang's last process has just been started, before it can watch its parent; or later."""
     driver = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", DRIVER, str(folder_of()), ENGINE, PYTHON),
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(short_path)},
         stdout=asyncio.subprocess.PIPE,
     )
     family: list[psutil.Process] = []
@@ -546,11 +552,11 @@ async def test_a_killed_driver_leaves_neither_processes_nor_files(
         driver.kill()
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=90)
     assert not alive, [process.cmdline() for process in alive]
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    left = {path.name for path in short_path.iterdir()}
     assert all(name.startswith("asyncrl.sglang.") for name in left), left
     LockedTemporaryDirectory("test").close()
-    assert not list(tmp_path.iterdir()), "what the next process makes does not clear this away"
+    assert not list(short_path.iterdir()), "what the next process makes does not clear this away"
 
 
 async def _asks_for_a_page(port: int) -> None:

@@ -288,7 +288,9 @@ async def test_sleep_and_wake(served: Served, collect: Collect, request_of: Requ
         done: list[Generation] = await asyncio.gather(*tasks)
     assert [one.finish_reason for one in done] == ["length"] * 23 + ["abort"]
     for request, got in zip(begun, done, strict=False):
-        assert worst(got, mixed_log_probs(served.models, request, got)) < 1e-4
+        # Drawn without a seed: of 960 such answers, half of which slept, 19 were off by more than 1e-4 and none by more
+        # than 2.3e-4, as vLLM's attention on a CPU approximates exp. Keys of other weights would be off by over 1e-2.
+        assert worst(got, mixed_log_probs(served.models, request, got)) < 1e-3
 
     await engine.pause()
     await engine.sleep()
@@ -393,7 +395,7 @@ async def test_weights_that_do_not_fit_leave_the_old_ones(
         await engine.prepare_weights(tensors, version=version)
     with pytest.raises(WeightVersionError, match="none is prepared"):
         await engine.commit_weights(version + 1)
-    request = request_of("still", [1, 2], 20)
+    request = request_of("still", [1, 2], 20, seed=1)
     got: Generation = await collect(engine, request)
     assert set(got.weight_versions) == {version}
     assert worst(got, plain_log_probs(served.model, request, got.token_ids)) <= 1e-4

@@ -318,7 +318,9 @@ class TrainingRun:
                 await loading.pop()
                 await assembly.trainer.sleep()
                 self._devices = SharedDevices(
-                    rollouts=Side(sleep=assembly.pool.sleep, wake=assembly.pool.wake),
+                    rollouts=Side(
+                        sleep=assembly.pool.sleep, wake=assembly.pool.wake, ready=assembly.pool.ready_to_sleep
+                    ),
                     trainer=Side(sleep=assembly.trainer.sleep, wake=assembly.trainer.wake),
                     waiting=lambda: self._timeline.wait("train", "hand-over"),
                 )

@@ -179,6 +179,10 @@ class Driver:
                 issuing.cancel()  # it waits for a version, or for a place that nothing frees any more
                 await self._evaluated()
 
+    @property
+    def paused(self) -> bool:
+        return not self._resumed.is_set()
+
     def pause(self) -> None:
         """Issue no group and begin no step until :meth:`resume`; those that are begun are finished."""
         self._resumed.clear()

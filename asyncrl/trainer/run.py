@@ -541,6 +541,7 @@ class TrainingRun:
             measured=lambda: self._measured(driver) if driver is not None else {},
             score=lambda: self._recorder.last_score,
             ask=ask,
+            paused=lambda: driver is not None and driver.paused,
         )
 
     async def _save_interrupted(self, driver: Driver) -> None:

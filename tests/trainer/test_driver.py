@@ -88,6 +88,7 @@ class Parts:
             reused=certify([], trainer_version=step - 1),
             rewards=tuple(summary.rewards[0] for summary in summaries),
             lengths=tuple(summary.lengths[0] for summary in summaries),
+            rows=tuple(summary.rows for summary in summaries),
         )
 
     # trainer and pool

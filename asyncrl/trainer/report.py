@@ -24,7 +24,7 @@ from asyncrl.interfaces import TextTracker, Tracker
 from asyncrl.runtime import shield_until_done
 from asyncrl.telemetry.progress import Progress
 from asyncrl.telemetry.report import trajectory_text
-from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.run_directory import RunDirectory, to_json
 from asyncrl.telemetry.timeline import PAUSED, Timeline
 
 if TYPE_CHECKING:  # asyncrl why reads a status without them
@@ -404,7 +404,7 @@ def write_status(path: Path, status: RunStatus) -> None:
     draft = path.with_name(path.name + ".part")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(status))
+        file.write(msgspec.json.encode(to_json(status)))
     draft.replace(path)
 
 

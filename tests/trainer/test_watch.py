@@ -214,6 +214,18 @@ def test_why_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert json.loads(capsys.readouterr().out)["waits"][0]["reason"] == "rollouts"
 
 
+def test_half_a_character_in_an_error_does_not_take_its_place(tmp_path: Path):
+    async def story() -> None:
+        watch, _ = make_watch(tmp_path / "status.json")
+        async with watch.watching():
+            raise EnvironmentFailure("cannot use \ud83d")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        run_virtually(story())
+    assert raised.group_contains(EnvironmentFailure)
+    assert read_status(tmp_path / "status.json").failed == "EnvironmentFailure: cannot use \\ud83d"
+
+
 def test_the_error_that_ended_a_run_is_in_its_last_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     async def story() -> None:
         watch, _ = make_watch(tmp_path / "status.json")

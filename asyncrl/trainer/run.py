@@ -56,7 +56,7 @@ from asyncrl.trainer.assembly import (
     trainer_options,
     warm_start_options,
 )
-from asyncrl.trainer.checkpoint import Checkpoints, read_driver_state, step_of
+from asyncrl.trainer.checkpoint import NOT_WRITTEN, Checkpoints, read_driver_state, step_of
 from asyncrl.trainer.colocation import Devices, SeparateDevices, SharedDevices, Side
 from asyncrl.trainer.control import Orders, listening
 from asyncrl.trainer.driver import MOST_PATIENCE_S, Driver, TrainingPlan
@@ -477,14 +477,21 @@ class TrainingRun:
         """Train the steps after ``step`` as was wanted; a checkpoint lets a resume begin with them."""
         assert self._wanted is not None
         # Both at once: a key that is set during the waits below is added to these.
-        wanted = self._config = self._wanted
-        self._wanted = None
+        before, wanted = self._config, self._wanted
+        self._config, self._wanted = wanted, None
         async with self._devices.trainer_turn():
             await driver.checkpoint_written()
             saved = self._checkpoints.folder(step)
             # One that is there holds these weights, and may be on its way to a URL.
             if not await asyncio.to_thread(is_sealed, saved):
-                await (await self._save(driver, step))()
+                try:
+                    await (await self._save(driver, step))()
+                except NOT_WRITTEN as error:  # tried again before the next step
+                    reason = f"{type(error).__name__}: {error}; what was set waits for a checkpoint"
+                    self._recorder.unsaved(step, reason)
+                    self._config, self._wanted = before, self._wanted or wanted
+                    return
+                driver.journal.record(Committed(step))
             await self._assembly.trainer.build(origin, trainer_options(wanted), step)
             await self._assembly.trainer.load(saved / "trainer")
             driver.learner = self._learner(make_advantages(wanted, after=driver.learner.advantages))
@@ -684,7 +691,8 @@ class TrainingRun:
 def _stages(config: Config) -> tuple[object, ...]:
     """Return what the stages of a run were made from, of what an algorithm needs."""
     baseline = make_advantages(config).needs_baseline
-    return needs_reference(config), needs_critic(config), baseline, divergence_estimator(config)
+    critic = critic_options(config) if needs_critic(config) else None  # some of them are keys of the trainer
+    return needs_reference(config), critic, baseline, divergence_estimator(config)
 
 
 def _check_state_fits(config: Config, before: Config) -> None:

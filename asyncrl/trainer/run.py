@@ -440,7 +440,10 @@ class TrainingRun:
             path = await asyncio.to_thread(resolve_model, path, self._run.path / "critic")
         await critic.build(path or origin, critic_options(self._config))
         if self._checkpoint is not None:
-            await critic.load(self._checkpoint / "critic")
+            if await asyncio.to_thread((self._checkpoint / "critic").is_dir):
+                await critic.load(self._checkpoint / "critic")
+            else:
+                self._progress.note("the critic starts anew: the run had none until here")
 
     # ---------------------------------------------------------------------------------------------------------- orders
 
@@ -708,6 +711,22 @@ def _check_state_fits(config: Config, before: Config) -> None:
                 path=key,
                 remedy="resume with that, or start another run from an exported model",
             )
+    anew = "or start another run from an exported model"
+    if bool(config.sft.steps) != bool(before.sft.steps):
+        how = "with" if before.sft.steps else "without"
+        raise ConfigError(
+            f"sft.steps = {config.sft.steps}: the run began {how} a warm start",
+            path="sft.steps",
+            remedy=f"resume with {before.sft.steps}, {anew}",
+        )
+    source, was = config.reward.source, before.reward.source
+    used_again = was == "environment" and _buffer_rules(before).get("max_uses") != 1
+    if source != was and (source == "environment" or used_again) and before.ledger.kind is not None:
+        raise ConfigError(
+            f"reward.source = {source}: the run has recorded groups with rewards of {was}",
+            path="reward.source",
+            remedy=f"resume with {was}, {anew}",
+        )
 
 
 def _where(step: int, found: Recovered | None, *, steps: int) -> str:

@@ -140,6 +140,11 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
         self._changes.notify()  # one that was pinned has served all the time
 
     @property
+    def lasts(self) -> bool:
+        """Whether it serves, or may without a new version of the weights."""
+        return self.serves or self.health.coming_back or self._updates.updating(self.name)
+
+    @property
     def load(self) -> ReplicaLoad:
         rows = 0 if self.instance is None else sum(call.rows for call in self.instance.calls.values())
         return ReplicaLoad(name=self.name, work=rows, serving=self.serves)
@@ -367,15 +372,29 @@ class RolloutPool:
 
     # ------------------------------------------------------------------------------------------------------ sleep
 
-    async def sleep(self) -> None:
-        """Free the memory of every engine until :meth:`wake`. Idempotent.
+    async def ready_to_sleep(self) -> None:
+        """Wait until no replica is being started, or takes weights that it lacks; none is started until :meth:`wake`.
 
-        Rollouts lose nothing and go on afterwards; those that are sent meanwhile wait. A replica that is being started
-        is waited for, and one that dies is started again after :meth:`wake`. One that cannot sleep is lost.
+        A wait that is cancelled has changed nothing.
         """
+        was_awake = self._awake.is_set()
         self._awake.clear()
-        while self._starts and not self._set.closing:
-            await self._set.changes.wait()
+        try:
+            while self._starts and not self._set.closing:
+                await self._set.changes.wait()
+            await self._set.updates.answered()  # those of one that has just started are sent by now
+        except asyncio.CancelledError:
+            if was_awake:
+                self._awake.set()
+            raise
+
+    async def sleep(self) -> None:
+        """Free the memory of every engine until :meth:`wake`, once all are :meth:`ready_to_sleep`. Idempotent.
+
+        Rollouts lose nothing and go on afterwards; those that are sent meanwhile wait. A replica that dies is started
+        again after :meth:`wake`. One that cannot sleep is lost.
+        """
+        await self.ready_to_sleep()
         await self._everywhere("sleep")
 
     async def wake(self) -> None:
@@ -427,7 +446,7 @@ class RolloutPool:
         """
         self._set.open_tasks()
         replicas = self._replicas.values()
-        lasting = [each for each in replicas if each.serves or each.health.coming_back]
+        lasting = [each for each in replicas if each.lasts]
         if len(lasting) <= count:
             gone = "".join(f"; {each.name}: {each.health.reason}" for each in replicas if each not in lasting)
             raise ResourceError(
@@ -577,7 +596,7 @@ class RolloutPool:
                         if not self._replace(pin):
                             await self._changed()
                         continue
-                    if not any(each.health.coming_back or each.serves for each in replicas):
+                    if not any(each.lasts for each in replicas):
                         reasons = "; ".join(f"{each.name}: {each.health.reason}" for each in replicas)
                         raise ResourceError(f"no rollout replica serves: {reasons or 'the pool has none'}")
                     await self._set.changes.wait()
@@ -613,7 +632,7 @@ class RolloutPool:
             EngineClosedError: the pool is closed, or closes meanwhile.
         """
         ended = await self._set.publish(manifest)
-        if not any(replica.serves or replica.health.coming_back for replica in self._replicas.values()):
+        if not any(replica.lasts for replica in self._replicas.values()):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in ended.fenced.items())
             raise WeightError(f"no replica could take weight version {manifest.version}: {reasons}")
         return ended

@@ -459,6 +459,15 @@ class WeightUpdates:
         """Return whether the replica serves the current version, or the one that it is pinned to."""
         return any(one.serves for one in self._publication.replicas if one.name == replica)
 
+    def updating(self, replica: str) -> bool:
+        """Return whether a replica has a command that it has not answered yet."""
+        return any(one.command is not None for one in self._publication.replicas if one.name == replica)
+
+    async def answered(self) -> None:
+        """Wait until no replica has a command; each command ends within its deadline."""
+        while commands := [each for each in self._commands.values() if not each.done()]:
+            await asyncio.wait(commands)
+
     def can_pin(self, replica: str) -> bool:
         return self._publication.can_pin(replica)
 

@@ -282,6 +282,7 @@ class Replica(ABC, Generic[_InstanceT]):
         self.react(self.health.fenced(self.health.incarnation, reason))
         self.requeue(reason)
         self.settled.set()
+        self._changes.notify()  # one that never served may not be coming back any more
 
     def mark_dead(self, incarnation: int, reason: str, *, hopeless: bool = False) -> None:
         """Requeue the work of this incarnation's instance, which is gone, and replace it, unless that is hopeless."""

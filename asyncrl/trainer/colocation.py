@@ -6,7 +6,8 @@
 What holds, whatever is cancelled or fails:
 
 1. A side is woken only when the other one sleeps.
-2. A hand-over that has begun is completed, even if its caller is cancelled meanwhile.
+2. A hand-over that has begun is completed, even if its caller is cancelled meanwhile. It begins when the rollouts are
+   ready for it; until then a turn can be given up.
 3. A turn that fails or is cancelled keeps the devices with the trainer: a checkpoint may follow, and the next turn that
    ends well gives them back.
 4. Requests lose nothing: an engine that sleeps keeps those it has, and computes their keys and values again afterwards.
@@ -45,10 +46,15 @@ class SeparateDevices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two that share the devices; both calls are idempotent, and done when the memory is free or back."""
+    """One of the two that share the devices.
+
+    ``sleep`` and ``wake`` are idempotent, and done when the memory is free or back. ``ready`` waits for what has to end
+    before a sleep; cancelled, it has changed nothing.
+    """
 
     sleep: Callable[[], Awaitable[object]]
     wake: Callable[[], Awaitable[object]]
+    ready: Callable[[], Awaitable[object]] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,4 +101,7 @@ class SharedDevices:
                     await taking.wake()
                 self.holder = to
 
+        if to == "trainer" and self.holder == "rollouts" and self.rollouts.ready is not None:
+            with self.waiting():
+                await self.rollouts.ready()
         await shield_until_done(hand_over())

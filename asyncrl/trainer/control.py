@@ -21,6 +21,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, InfrastructureError
 
 _NAME = "control.sock"
 _MOST_BYTES = 1 << 16
+_TOO_LONG = f"an order has at most {_MOST_BYTES} bytes"
 _ANSWER_S = 10.0
 
 Orders = Mapping[str, Callable[..., None]]
@@ -34,7 +35,10 @@ async def listening(folder: Path, orders: Orders) -> AsyncIterator[None]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError, TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
-                answer = _carry_out(await reader.readuntil(b"\n"), orders)
+                try:
+                    answer = _carry_out(await reader.readuntil(b"\n"), orders)
+                except asyncio.LimitOverrunError:
+                    answer = {"error": _TOO_LONG}
                 writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
         writer.close()
@@ -52,13 +56,17 @@ def give_order(folder: Path, order: str, **arguments: Any) -> None:
 
     Raises:
         InfrastructureError: the run takes no orders: it is starting or ending, or has ended.
-        ConfigError: it refused.
+        ConfigError: it refused, or the order is too long.
     """
+    line = json.dumps({"order": order, **arguments}).encode() + b"\n"
+    if len(line) > _MOST_BYTES:
+        remedy = "stop the run, and resume it with another configuration"
+        raise ConfigError(f"{_TOO_LONG}, and this one {len(line)}", path=str(arguments.get("key", "")), remedy=remedy)
     try:
         with _address(folder) as address, socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_ANSWER_S)
             connection.connect(address)
-            connection.sendall(json.dumps({"order": order, **arguments}).encode() + b"\n")
+            connection.sendall(line)
             answer = json.loads(connection.makefile("rb").readline(_MOST_BYTES) or b"null")
     except (OSError, ValueError):
         answer = None

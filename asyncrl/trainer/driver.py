@@ -179,6 +179,10 @@ class Driver:
                 issuing.cancel()  # it waits for a version, or for a place that nothing frees any more
                 await self._evaluated()
 
+    @property
+    def paused(self) -> bool:
+        return not self._resumed.is_set()
+
     def pause(self) -> None:
         """Issue no group and begin no step until :meth:`resume`; those that are begun are finished."""
         self._resumed.clear()
@@ -400,7 +404,14 @@ class Driver:
             raise failure
         if group.rows is not None:
             if group.reserved_uses:
-                if isinstance(failure, EnvironmentFailure):  # the ledger has its drop: a resumed run counts without it
+                if group.uses:
+                    failure.add_note(
+                        f"group {group.group_id} is of a recorded batch, and was trained on before: resume with fewer "
+                        "steps, or with an algorithm.advantage that needs no greedy answer"
+                    )
+                elif isinstance(
+                    failure, EnvironmentFailure
+                ):  # the ledger has its drop: a resumed run counts without it
                     tokens = group.known.tokens
                     self._dropped(DroppedGroup(group_id=group.group_id, reason="baseline_failed", tokens=tokens))
                     failure.add_note(f"group {group.group_id} is of a recorded batch; resumed, the run makes another")

@@ -14,6 +14,7 @@ import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -298,6 +299,7 @@ class StepRecord:
         certificate: staleness of the batch's tokens, and what was masked and dropped.
         reused: the same of those groups in it that an earlier step had trained on.
         rewards: of all rows, group by group; ``lengths`` are their sampled tokens.
+        rows: of each group.
         reward_parts: mean of each part of the rewards.
         groups_ready: groups in the buffer that could be trained on, after the step.
         groups_pending: groups admitted whose rows or columns were not finished.
@@ -310,6 +312,7 @@ class StepRecord:
     reused: Certificate
     rewards: Sequence[float]
     lengths: Sequence[int]
+    rows: Sequence[int]
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     groups_ready: int = 0
     groups_pending: int = 0
@@ -341,10 +344,8 @@ class StepRecord:
 
     def _groups_without_signal(self) -> float:
         """Return the share of groups whose rows all got the same reward: their advantages are 0."""
-        groups = max(self.certificate.groups, 1)
-        size = len(self.rewards) // groups
-        starts = range(0, len(self.rewards), size)
-        return sum(len(set(self.rewards[start : start + size])) == 1 for start in starts) / groups
+        rewards = iter(self.rewards)
+        return sum(len(set(islice(rewards, rows))) == 1 for rows in self.rows) / max(len(self.rows), 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,6 +418,7 @@ class Learner:
             ),
             rewards=tuple(reward for summary in summaries for reward in summary.rewards),
             lengths=tuple(length for summary in summaries for length in summary.lengths),
+            rows=tuple(summary.rows for summary in summaries),
         )
 
     async def _update(

@@ -15,6 +15,7 @@ from asyncrl.data import DataProtoFuture
 from asyncrl.errors import ConfigError
 from asyncrl.ledger import Ledger, LedgerBase, LedgerPosition, RecordedGroup, Recovered
 from asyncrl.staleness import AdmissionLaw, StalenessPolicy
+from asyncrl.telemetry.run_directory import to_json
 from asyncrl.trainer.checkpoint import DriverState
 from asyncrl.trainer.group import Group
 from asyncrl.trainer.journal import Journal, TokenBalance
@@ -48,12 +49,14 @@ def driver_state(
         trained=balance.trained,
         dropped=dict(balance.dropped),
         staleness=dict(driver.journal.staleness),
-        history={
-            **history,
-            "failures": dict(driver.journal.failures),
-            "evaluating": sorted(driver.evaluating),
-            **(_chosen(driver) if driver.tasks is not None else {}),
-        },
+        history=to_json(
+            {
+                **history,
+                "failures": driver.journal.failures,
+                "evaluating": sorted(driver.evaluating),
+                **(_chosen(driver) if driver.tasks is not None else {}),
+            }
+        ),
         consumed=ledger.statistics().consumed if ledger is not None else step * driver.plan.groups_per_step,
         ledger=position or LedgerPosition(),
         kl_coef=driver.learner.advantages.kl_coef,

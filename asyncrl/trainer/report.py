@@ -24,7 +24,7 @@ from asyncrl.interfaces import TextTracker, Tracker
 from asyncrl.runtime import shield_until_done
 from asyncrl.telemetry.progress import Progress
 from asyncrl.telemetry.report import trajectory_text
-from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.run_directory import RunDirectory, to_json
 from asyncrl.telemetry.timeline import PAUSED, Timeline
 
 if TYPE_CHECKING:  # asyncrl why reads a status without them
@@ -260,8 +260,8 @@ class Watch:
 
     ``done`` returns how many of the ``steps`` are done, ``causes`` sentences about what the parts wait for, for which
     ``ask`` asks the workers, ``measured`` ``idle`` and ``advice`` of the status, ``score`` its score;
-    ``stall_timeout_s`` is the longest wait of the trainer. The timeline is saved at ``timeline_path``, so seldom that
-    it takes at most 1 % of the time.
+    ``stall_timeout_s`` is the longest wait of the trainer, without the time until which it was ``paused``. The timeline
+    is saved at ``timeline_path``, so seldom that it takes at most 1 % of the time.
     """
 
     def __init__(
@@ -276,6 +276,7 @@ class Watch:
         measured: Callable[[], Mapping[str, Any]] = dict,
         score: Callable[[], Mapping[str, Any] | None] = lambda: None,
         ask: Callable[[], Awaitable[None]] | None = None,
+        paused: Callable[[], bool] = lambda: False,
         every_s: float = 2.0,
         timeline_path: Path | None = None,
     ) -> None:
@@ -289,6 +290,8 @@ class Watch:
         self._measured = measured
         self._score = score
         self._ask = ask
+        self._paused = paused
+        self._paused_until_s = float("-inf")
         self._stall_timeout_s = stall_timeout_s
         self._every_s = every_s
         self._logged: set[tuple[str, str]] = set()
@@ -347,12 +350,17 @@ class Watch:
             self._unwritten.discard(path)
 
     def look(self) -> RunStatus:
+        now_s, paused = asyncio.get_running_loop().time(), self._paused()
+        if paused:  # nothing begins meanwhile, whatever the trainer waits for
+            self._paused_until_s = now_s
         waits = [
             Waiting(
                 owner=owner,
                 reason=reason,
                 for_s=for_s,
-                deadline_s=self._stall_timeout_s if owner == "train" and reason != PAUSED else None,
+                deadline_s=self._stall_timeout_s + max(for_s - (now_s - self._paused_until_s), 0.0)
+                if owner == "train" and reason != PAUSED and not paused
+                else None,
             )
             for owner, reasons in self._timeline.current_waits().items()
             for reason, for_s in reasons.items()
@@ -385,9 +393,9 @@ class Watch:
                 _log.error("a wait is ended: %s", why)
                 raise DeadlineError(
                     f"{wait.owner} waited {_time(wait.for_s)} for {wait.reason} (telemetry.stall_timeout_s = "
-                    f"{wait.deadline_s:g}):\n  " + "\n  ".join(reasons),
+                    f"{self._stall_timeout_s:g}):\n  " + "\n  ".join(reasons),
                     waiting_for=wait.reason,
-                    timeout_s=wait.deadline_s,
+                    timeout_s=self._stall_timeout_s,
                 )
 
 
@@ -396,7 +404,7 @@ def write_status(path: Path, status: RunStatus) -> None:
     draft = path.with_name(path.name + ".part")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(status))
+        file.write(msgspec.json.encode(to_json(status)))
     draft.replace(path)
 
 

@@ -56,7 +56,7 @@ from asyncrl.trainer.assembly import (
     trainer_options,
     warm_start_options,
 )
-from asyncrl.trainer.checkpoint import Checkpoints, read_driver_state, step_of
+from asyncrl.trainer.checkpoint import NOT_WRITTEN, Checkpoints, read_driver_state, step_of
 from asyncrl.trainer.colocation import Devices, SeparateDevices, SharedDevices, Side
 from asyncrl.trainer.control import Orders, listening
 from asyncrl.trainer.driver import MOST_PATIENCE_S, Driver, TrainingPlan
@@ -318,7 +318,9 @@ class TrainingRun:
                 await loading.pop()
                 await assembly.trainer.sleep()
                 self._devices = SharedDevices(
-                    rollouts=Side(sleep=assembly.pool.sleep, wake=assembly.pool.wake),
+                    rollouts=Side(
+                        sleep=assembly.pool.sleep, wake=assembly.pool.wake, ready=assembly.pool.ready_to_sleep
+                    ),
                     trainer=Side(sleep=assembly.trainer.sleep, wake=assembly.trainer.wake),
                     waiting=lambda: self._timeline.wait("train", "hand-over"),
                 )
@@ -438,7 +440,10 @@ class TrainingRun:
             path = await asyncio.to_thread(resolve_model, path, self._run.path / "critic")
         await critic.build(path or origin, critic_options(self._config))
         if self._checkpoint is not None:
-            await critic.load(self._checkpoint / "critic")
+            if await asyncio.to_thread((self._checkpoint / "critic").is_dir):
+                await critic.load(self._checkpoint / "critic")
+            else:
+                self._progress.note("the critic starts anew: the run had none until here")
 
     # ---------------------------------------------------------------------------------------------------------- orders
 
@@ -475,14 +480,21 @@ class TrainingRun:
         """Train the steps after ``step`` as was wanted; a checkpoint lets a resume begin with them."""
         assert self._wanted is not None
         # Both at once: a key that is set during the waits below is added to these.
-        wanted = self._config = self._wanted
-        self._wanted = None
+        before, wanted = self._config, self._wanted
+        self._config, self._wanted = wanted, None
         async with self._devices.trainer_turn():
             await driver.checkpoint_written()
             saved = self._checkpoints.folder(step)
             # One that is there holds these weights, and may be on its way to a URL.
             if not await asyncio.to_thread(is_sealed, saved):
-                await (await self._save(driver, step))()
+                try:
+                    await (await self._save(driver, step))()
+                except NOT_WRITTEN as error:  # tried again before the next step
+                    reason = f"{type(error).__name__}: {error}; what was set waits for a checkpoint"
+                    self._recorder.unsaved(step, reason)
+                    self._config, self._wanted = before, self._wanted or wanted
+                    return
+                driver.journal.record(Committed(step))
             await self._assembly.trainer.build(origin, trainer_options(wanted), step)
             await self._assembly.trainer.load(saved / "trainer")
             driver.learner = self._learner(make_advantages(wanted, after=driver.learner.advantages))
@@ -539,6 +551,7 @@ class TrainingRun:
             measured=lambda: self._measured(driver) if driver is not None else {},
             score=lambda: self._recorder.last_score,
             ask=ask,
+            paused=lambda: driver is not None and driver.paused,
         )
 
     async def _save_interrupted(self, driver: Driver) -> None:
@@ -681,7 +694,8 @@ class TrainingRun:
 def _stages(config: Config) -> tuple[object, ...]:
     """Return what the stages of a run were made from, of what an algorithm needs."""
     baseline = make_advantages(config).needs_baseline
-    return needs_reference(config), needs_critic(config), baseline, divergence_estimator(config)
+    critic = critic_options(config) if needs_critic(config) else None  # some of them are keys of the trainer
+    return needs_reference(config), critic, baseline, divergence_estimator(config)
 
 
 def _check_state_fits(config: Config, before: Config) -> None:
@@ -697,6 +711,22 @@ def _check_state_fits(config: Config, before: Config) -> None:
                 path=key,
                 remedy="resume with that, or start another run from an exported model",
             )
+    anew = "or start another run from an exported model"
+    if bool(config.sft.steps) != bool(before.sft.steps):
+        how = "with" if before.sft.steps else "without"
+        raise ConfigError(
+            f"sft.steps = {config.sft.steps}: the run began {how} a warm start",
+            path="sft.steps",
+            remedy=f"resume with {before.sft.steps}, {anew}",
+        )
+    source, was = config.reward.source, before.reward.source
+    used_again = was == "environment" and _buffer_rules(before).get("max_uses") != 1
+    if source != was and (source == "environment" or used_again) and before.ledger.kind is not None:
+        raise ConfigError(
+            f"reward.source = {source}: the run has recorded groups with rewards of {was}",
+            path="reward.source",
+            remedy=f"resume with {was}, {anew}",
+        )
 
 
 def _where(step: int, found: Recovered | None, *, steps: int) -> str:

@@ -98,6 +98,8 @@ class FakeWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def commit_weights(self, version: int, kv_cache: str) -> None:
         assert self.prepared == version
+        if self.orders[-1:] == ["sleep"]:
+            raise WeightError(f"version {version} cannot be committed while the engine is asleep")
         self._allocate("commit")
         self.version = version
 
@@ -237,7 +239,7 @@ async def test_a_replica_that_dies_while_the_pool_sleeps_starts_again_when_it_wa
     assert (await slow)["by"] == "a"
 
 
-async def test_sleep_waits_for_a_replica_that_starts():
+async def test_sleep_waits_for_a_replica_that_starts_and_takes_the_current_weights():
     may_start = asyncio.Event()
 
     async def revive(name: str) -> LocalWorkerGroup:
@@ -248,16 +250,22 @@ async def test_sleep_waits_for_a_replica_that_starts():
     made = [group("a"), group("b")]
     pool = RolloutPool({"a": made[0], "b": made[1]}, revive=revive, restart_s=0.0)
     await pool.start("model", weight_version=0)
+    await pool.publish(manifest(1))
     kill(pool, "b")
     while not pool._starts:
         await asyncio.sleep(0)
+    given_up = asyncio.ensure_future(pool.ready_to_sleep())
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    assert pool._awake.is_set()
     sleeping = asyncio.ensure_future(pool.sleep())
     for _ in range(20):
         await asyncio.sleep(0)
     assert not sleeping.done()
     may_start.set()
     await sleeping
-    await serving(pool, "b")
+    assert replica(pool, "b").serves
     assert await made[2].slept() == ["sleep"]
     await pool.wake()
     assert await made[2].slept() == ["sleep", "wake"]
@@ -424,6 +432,79 @@ async def test_a_fenced_replica_that_hangs_keeps_no_version_from_being_released(
     assert not replica(pool, "b").serves
     await pool.aclose()
     for one in groups.values():
+        await one.aclose()
+
+
+class SlowToPrepare(FakeWorker):
+    """Prepares a version once it is let, as often as that."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name, **options)
+        self._may_prepare = asyncio.Semaphore(0)
+        self._asked: list[int] = []
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def prepare_weights(self, manifest: WeightManifest) -> None:
+        self._asked.append(manifest.version)
+        await self._may_prepare.acquire()
+        await super().prepare_weights(manifest)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def let(self) -> None:
+        self._may_prepare.release()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    async def asked(self) -> list[int]:
+        return self._asked
+
+
+async def test_the_only_replica_may_come_back_later_than_versions_are_published():
+    made = [group("only")]
+
+    async def revive(name: str) -> LocalWorkerGroup:
+        made.append(LocalWorkerGroup(ClassWithInitArgs(SlowToPrepare, name, fails_to_prepare=(1,)), name=name))
+        return made[-1]
+
+    pool = RolloutPool({"only": made[0]}, revive=revive, restart_s=0.0)
+    await pool.start("model", weight_version=0)
+    await pool.publish(manifest(1))
+    kill(pool, "only")
+    waiting = asyncio.ensure_future(by(pool))
+    while len(made) == 1 or not pool._set.updates.updating("only"):
+        await asyncio.sleep(0)
+    while await made[1].asked() != [1]:
+        pass
+    await pool.publish(manifest(2))  # for which version 1 may be released: the replica cannot fetch it any more
+    await made[1].let()
+    while await made[1].asked() != [1, 2]:
+        pass
+    assert "checksum differs" in replica(pool, "only").health.reason
+    await pool.publish(manifest(3))
+    for _ in range(2):
+        await made[1].let()
+    async with asyncio.timeout(10.0):
+        assert await waiting == "only"
+    assert (await meta_of(pool, rows(1)))["version"] == 3
+    await pool.aclose()
+    for one in made:
+        await one.aclose()
+
+
+async def test_rollouts_do_not_wait_for_a_replica_that_came_back_and_cannot_take_the_current_weights():
+    made = [group("only")]
+
+    async def revive(name: str) -> LocalWorkerGroup:
+        made.append(group(name, fails_to_prepare=(1,)))
+        return made[-1]
+
+    pool = RolloutPool({"only": made[0]}, revive=revive, restart_s=0.0)
+    await pool.start("model", weight_version=0)
+    await pool.publish(manifest(1))
+    async with asyncio.timeout(10.0):
+        with pytest.raises(ResourceError, match=r"no rollout replica serves: only: .*checksum differs"):
+            await pool.rollout(rows(1, purpose="poison"))
+    await pool.aclose()
+    for one in made:
         await one.aclose()
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -618,6 +620,37 @@ def test_a_key_that_is_set_right_after_a_checkpoint_goes_on_from_that(tmp_path: 
     run.stop()
     with pytest.raises(RunStoppedError, match="was stopped"):
         run.wait()
+
+
+@pytest.mark.slow
+def test_a_key_that_is_set_while_the_disk_is_full_waits_for_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    take, steps_taken = Checkpoints.take, list[int]()
+
+    async def taking(self: Checkpoints, *arguments: Any, step: int, **options: Any) -> Any:
+        steps_taken.append(step)
+        if len(steps_taken) == 1:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return await take(self, *arguments, step=step, **options)
+
+    monkeypatch.setattr(Checkpoints, "take", taking)
+    run = train(**settings(tmp_path, steps=500, reward=lambda completion: 1.0, **{"checkpoint.every": 0}))
+    steps = iter(run)
+    next(steps)
+    run.set("trainer.lr", 5e-3)
+    while next(steps)["train/lr"] != 5e-3:
+        pass
+    run.stop()
+    with pytest.raises(RunStoppedError, match="was stopped"):
+        run.wait()
+    first, second = steps_taken[:2]
+    assert second == first + 1
+    log = (run.path / "logs" / "driver.log").read_text()
+    assert f"the checkpoint of step {first} was not written" in log
+    with sqlite3.connect(run.path / "ledger.sqlite") as ledger:
+        committed = [step for (step,) in ledger.execute("SELECT step FROM events WHERE kind = 'committed'")]
+    assert second in committed
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -91,6 +92,23 @@ def test_a_side_that_does_not_wake_is_woken_by_the_next_turn() -> None:
             async with devices.trainer_turn():
                 raise AssertionError("the turn has not begun")
         assert (devices.holder, rollouts.awake, trainer.awake) == ("neither", False, False)
+        async with devices.trainer_turn():
+            assert trainer.awake
+
+    run_virtually(main())
+
+
+def test_a_turn_can_be_given_up_until_the_rollouts_are_ready() -> None:
+    async def main() -> None:
+        rollouts, trainer, devices = sides(3)
+        ready = asyncio.Event()
+        devices = dataclasses.replace(devices, rollouts=dataclasses.replace(rollouts.side(), ready=ready.wait))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(20.0), devices.trainer_turn():
+                raise AssertionError("the turn has not begun")
+        assert asyncio.get_running_loop().time() == pytest.approx(20.0)
+        assert (devices.holder, rollouts.calls, trainer.calls) == ("rollouts", [], [])
+        ready.set()
         async with devices.trainer_turn():
             assert trainer.awake
 

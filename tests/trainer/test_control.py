@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.file import set_key
-from asyncrl.trainer.control import listening
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.control import give_order, listening
 
 NESTED = b'{"a":' * 9000 + b"1" + b"}" * 9000
 
@@ -22,6 +23,7 @@ NESTED = b'{"a":' * 9000 + b"1" + b"}" * 9000
         b'{"order": "set", "key": 5, "value": 1}',
         b'{"order": "set", "value": 1}',
         b'{"order": ["set"]}',
+        b"[" * 100_000,
         b"\xff",
         b"5",
     ],
@@ -34,3 +36,8 @@ async def test_an_order_that_is_none_is_answered_with_an_error(tmp_path: Path, l
         assert json.loads(await asyncio.wait_for(reader.readline(), 5))["error"]
         writer.close()
     assert tables == {}
+
+
+def test_an_order_that_is_too_long_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"at most 65536 bytes, and this one 70\d{3}"):
+        give_order(tmp_path, "set", key="algorithm.loss_options", value="x" * 70_000)

@@ -141,3 +141,23 @@ async def test_the_ranks_of_a_critic_fetch_the_model_of_a_url_themselves(
     run = SimpleNamespace(_config=config, _run=SimpleNamespace(path=tmp_path), _checkpoint=None)
     await TrainingRun._load_critic(run, Critic(), "policy")
     assert built == ["memory://bucket/critic"]
+
+
+async def test_a_critic_that_a_resumed_run_begins_to_need_starts_anew(small_config: MakeConfig, tmp_path: Path) -> None:
+    done: list[str] = []
+
+    class Critic:
+        async def build(self, path: str, *_: object) -> None:
+            done.append(path)
+
+        async def load(self, path: Path) -> None:
+            done.append(path.name)
+
+    run = SimpleNamespace(
+        _config=small_config(algorithm=GAE), _checkpoint=tmp_path, _progress=SimpleNamespace(note=done.append)
+    )
+    await TrainingRun._load_critic(run, Critic(), "policy")
+    assert done == ["policy", "the critic starts anew: the run had none until here"]
+    (tmp_path / "critic").mkdir()
+    await TrainingRun._load_critic(run, Critic(), "policy")
+    assert done[2:] == ["policy", "critic"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
@@ -22,11 +23,13 @@ from asyncrl.staleness import POLICIES, AdmissionLaw, certify
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.testing import EchoFactory
 from asyncrl.testing.clock import run_virtually
+from asyncrl.trainer.checkpoint import DriverState
 from asyncrl.trainer.driver import Driver, TrainingPlan
 from asyncrl.trainer.evaluation import EvaluationPlan
 from asyncrl.trainer.group import Group
 from asyncrl.trainer.journal import Journal
 from asyncrl.trainer.learner import StepRecord
+from asyncrl.trainer.recovery import driver_state
 from asyncrl.weights import WeightManifest
 from buffers.replay import AsyncReplayBuffer
 
@@ -88,6 +91,7 @@ class Parts:
             reused=certify([], trainer_version=step - 1),
             rewards=tuple(summary.rewards[0] for summary in summaries),
             lengths=tuple(summary.lengths[0] for summary in summaries),
+            rows=tuple(summary.rows for summary in summaries),
         )
 
     # trainer and pool
@@ -271,6 +275,41 @@ def test_a_recorded_group_whose_baseline_fails_ends_the_run(
     assert caught.group_contains(type(failure), match="no greedy answer")
     assert (Dropped(group_id=2, reason="baseline_failed", tokens=4) in recorded) is dropped
     assert bool(getattr(failure, "__notes__", ())) is dropped
+
+
+def test_a_recorded_group_that_was_used_before_ends_the_run_with_the_failure_of_its_baseline() -> None:
+    """Step 1 used group 1 before the checkpoint, and the recorded step 2 uses it again."""
+    failure = EnvironmentFailure("no greedy answer")
+    calm, parts = driver(max_staleness=0, fails={1: failure})
+    found = Recovered(next_group_id=3, waiting={}, batches={2: (1, 2)}, groups={}, dropped_tokens={})
+    recorded: list[Any] = []
+    ledger = SimpleNamespace(recovered=found, append=lambda *events, **_: recorded.extend(events))
+    parts.journal = Journal(cast("Any", ledger))
+    groups = {
+        group_id: Group(
+            group_id=group_id, summary=summary(group_id, version=0), rows=_rows(), uses=uses, reserved_uses=1
+        )
+        for group_id, uses in ((1, 1), (2, 0))
+    }
+    law = AdmissionLaw(GROUPS, max_staleness=0, total_groups=4, first_version=1, first_group_id=3, held=[2])
+    parts.buffer = AsyncReplayBuffer(capacity=4, max_staleness=0, max_uses=2)
+    parts.weight_version = 1
+    started = dataclasses.replace(calm, law=law, groups={2: groups[2]}, reused={1: groups[1]})
+    with pytest.raises(ExceptionGroup) as caught:
+        finish(started.run())
+    assert caught.group_contains(EnvironmentFailure, match="no greedy answer")
+    assert not any(isinstance(event, Dropped) for event in recorded)
+    assert "resume with fewer steps" in failure.__notes__[0]
+
+
+def test_half_a_character_in_what_failed_does_not_keep_a_checkpoint_from_being_written() -> None:
+    made, parts = driver(max_staleness=0)
+    parts.journal.count_failures({"ValueError": {"count": 1, "example": "cannot use \ud83d"}})
+    balance = made.balance(generated=0, in_flight=0)
+    state = driver_state(made, balance, step=0, history={"unscored": [(1, "no \udc80")]})
+    read = msgspec.json.decode(msgspec.json.encode(state), type=DriverState).history
+    assert read["failures"]["ValueError"] == {"count": 1, "example": "cannot use \\ud83d"}
+    assert read["unscored"] == [[1, "no \\udc80"]]
 
 
 class LateDrops(AsyncReplayBuffer):

@@ -9,8 +9,9 @@ from asyncrl.algorithms import AdvantageEstimator, FixedKL, gigpo_advantages, lo
 from asyncrl.data.ragged import rows_of
 from asyncrl.errors import InvalidDataError
 from asyncrl.interfaces import GroupSummary
+from asyncrl.staleness import certify
 from asyncrl.trainer.group import Group
-from asyncrl.trainer.learner import Advantages
+from asyncrl.trainer.learner import Advantages, StepRecord
 
 
 def group(
@@ -160,3 +161,18 @@ def test_credit_is_given_by_branch_or_by_turn() -> None:
     # Turns: 1 (the mean of what follows), 2 and 0; 1 and 1; their mean is 1.
     assert [row.tolist() for row in found["turn"]] == [[0.0, 1.0, -1.0], [0.0, 0.0]]
     assert Advantages(estimator=estimator, credit="turn").row_columns == ("turns",)
+
+
+def test_groups_without_a_signal_are_counted_where_a_batch_mixes_sizes() -> None:
+    """As after a resume with another group size: 1, 1 and 0, 0, 0 have no signal, 1, 0 has one."""
+    certificate = certify([], trainer_version=0)
+    record = StepRecord(
+        step=1,
+        trainer_metrics={},
+        certificate=certificate,
+        reused=certificate,
+        rewards=(1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0),
+        lengths=(1,) * 7,
+        rows=(2, 3, 2),
+    )
+    assert record.metrics()["groups_without_signal"] == pytest.approx(2 / 3)

@@ -9,7 +9,7 @@ import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from asyncrl.trainer.checkpoint import DriverState
 from asyncrl.trainer.driver import Driver
 from asyncrl.trainer.journal import TokenBalance
 from asyncrl.trainer.recovery import starting_point
-from asyncrl.trainer.run import TrainingRun
+from asyncrl.trainer.run import TrainingRun, _check_state_fits
 from asyncrl.trainer.workers import TrainerSpec, TrainerWorker
 
 MakeConfig = Callable[..., Config]
@@ -361,6 +361,43 @@ def test_what_the_stages_of_a_run_were_made_for_cannot_be_set(
             training._set(f"algorithm.{key}", value)
         training._set("algorithm.kl_coef", 0.2)
         training._set("algorithm.loss", "gspo")
+
+
+def test_a_key_of_the_trainer_that_a_critic_shares_cannot_be_set(small_config: MakeConfig):
+    with training_run(small_config(algorithm={"advantage": "gae", "loss": "ppo"})) as training:
+        with pytest.raises(ConfigError, match=r"resume it with --trainer\.max_tokens_per_microbatch"):
+            training._set("trainer.max_tokens_per_microbatch", 2048)
+        training._set("trainer.lr", 1e-4)  # the critic has its own
+    with training_run(small_config()) as training:
+        training._set("trainer.max_tokens_per_microbatch", 2048)
+
+
+TWICE = {"buffer": {"options": {"max_uses": 2}}}
+SCORED: dict[str, Any] = {"reward": {"source": "worlds:Length"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "refused"),
+    [
+        ({"sft": {"steps": 3}}, {"sft": {"steps": 0}}, "sft.steps = 0: the run began with a warm start\nresume"),
+        ({"sft": {"steps": 0}}, {"sft": {"steps": 3}}, "sft.steps = 3: the run began without a warm start"),
+        ({"sft": {"steps": 3}}, {"sft": {"steps": 4}}, ""),
+        (SCORED, {}, "reward.source = environment: the run has recorded groups with rewards of worlds:Length"),
+        (SCORED | {"ledger": {"kind": "none"}}, {}, ""),
+        ({}, SCORED, ""),
+        (
+            TWICE,
+            SCORED | TWICE,
+            "reward.source = worlds:Length: the run has recorded groups with rewards of environment",
+        ),
+    ],
+    ids=str,
+)
+def test_a_change_that_a_resume_cannot_honour_is_refused(
+    small_config: MakeConfig, before: dict[str, Any], now: dict[str, Any], refused: str
+):
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        _check_state_fits(small_config(**now), small_config(**before))
 
 
 def test_an_estimator_in_the_loss_alone_can_be_set(small_config: MakeConfig):

@@ -114,6 +114,33 @@ def test_waits_that_end_in_time_are_let_be(tmp_path: Path, caplog: pytest.LogCap
     assert not caplog.records
 
 
+def test_the_time_of_a_pause_is_no_stall_whatever_is_waited_for(tmp_path: Path):
+    async def story() -> float:
+        loop = asyncio.get_running_loop()
+        timeline = Timeline(clock=loop.time)
+        watch = Watch(
+            tmp_path / "status.json",
+            timeline=timeline,
+            steps=70,
+            done=lambda: 3,
+            causes=list,
+            stall_timeout_s=100.0,
+            paused=lambda: 20 <= loop.time() < 520,
+        )
+
+        async def stalled() -> None:
+            async with watch.watching():
+                with timeline.wait("train", "rollouts"):
+                    await asyncio.Event().wait()
+
+        with pytest.raises(ExceptionGroup) as raised:
+            await stalled()
+        assert raised.group_contains(DeadlineError, match=r"rollouts \(telemetry.stall_timeout_s = 100\)")
+        return loop.time()
+
+    assert run_virtually(story()) == pytest.approx(620.0, abs=4.0)
+
+
 def test_the_status_tells_waits_work_and_causes(tmp_path: Path):
     path = tmp_path / "status.json"
 
@@ -185,6 +212,18 @@ def test_why_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out.splitlines()[1].startswith("train has waited 6.0 s for rollouts")
     assert main(["why", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["waits"][0]["reason"] == "rollouts"
+
+
+def test_half_a_character_in_an_error_does_not_take_its_place(tmp_path: Path):
+    async def story() -> None:
+        watch, _ = make_watch(tmp_path / "status.json")
+        async with watch.watching():
+            raise EnvironmentFailure("cannot use \ud83d")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        run_virtually(story())
+    assert raised.group_contains(EnvironmentFailure)
+    assert read_status(tmp_path / "status.json").failed == "EnvironmentFailure: cannot use \\ud83d"
 
 
 def test_the_error_that_ended_a_run_is_in_its_last_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,7 +12,7 @@ import concurrent.futures
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,6 +24,7 @@ from asyncrl.errors import (
     EngineError,
     EnvironmentFailure,
     GroupClosedError,
+    InfrastructureError,
     LiveWeightsError,
     RequestAbortedError,
     ResourceError,
@@ -31,6 +32,7 @@ from asyncrl.errors import (
     VersionLostError,
     WeightError,
     WorkerDiedError,
+    WorkerError,
 )
 from asyncrl.interfaces import KVCachePolicy
 from asyncrl.rollout.health import HealthPolicy
@@ -223,7 +225,8 @@ class RolloutPool:
 
     Args:
         replicas: worker groups of one rank by name. Their maker closes them, not the pool.
-        deadline_s: seconds each replica has for each phase of a weight update; past it, it is fenced.
+        deadline_s: seconds each replica has for each phase of a weight update, past which it is fenced, and to sleep or
+            to wake, past which it is lost.
         rollout_deadline_s: seconds a call of :meth:`rollout` may take, all attempts together; past it, it fails.
         revive: makes the worker group of a dead replica again, ready for its start; without it, a dead replica stays
             dead.
@@ -256,6 +259,7 @@ class RolloutPool:
                 )
         self._first_groups = dict(replicas)
         self._kv_cache: KVCachePolicy = kv_cache
+        self._deadline_s = deadline_s
         self._rollout_deadline_s = rollout_deadline_s
         self._revive = revive
         self._attempts = attempts
@@ -392,7 +396,7 @@ class RolloutPool:
         """Free the memory of every engine until :meth:`wake`, once all are :meth:`ready_to_sleep`. Idempotent.
 
         Rollouts lose nothing and go on afterwards; those that are sent meanwhile wait. A replica that dies is started
-        again after :meth:`wake`. One that cannot sleep is lost.
+        again after :meth:`wake`. One that cannot sleep, or does not in time, is lost, and its group is closed by then.
         """
         await self.ready_to_sleep()
         await self._everywhere("sleep")
@@ -405,10 +409,12 @@ class RolloutPool:
     async def _everywhere(self, order: Literal["sleep", "wake"]) -> None:
         async def send(instance: _WorkerGroup) -> None:
             try:
-                await getattr(instance.group, order)()
+                await getattr(instance.group, order)().deadline(self._deadline_s)
             except Exception as error:  # noqa: BLE001 - whatever it is, it costs this replica, and no other
                 for replica in self._replicas.values():
                     replica.lost(instance, error)
+                with suppress(InfrastructureError, WorkerError):  # it is freed all the same
+                    await instance.group.aclose()
 
         # Of every instance: one that has just started may not be its replica's yet. Dead ones answer at once.
         await asyncio.gather(*(send(instance) for instance in tuple(self._instances)))

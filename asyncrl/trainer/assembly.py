@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from asyncrl.algorithms import PolicyObjective, ValueObjective
 from asyncrl.config import ClusterConfig, Config, ModelConfig, Section
-from asyncrl.errors import ConfigError, DeadlineError, InfrastructureError
+from asyncrl.errors import ConfigError, DeadlineError, InfrastructureError, WorkerError
 from asyncrl.interfaces import (
     EnvironmentFactory,
     FiniteHeldOutTasks,
@@ -291,7 +291,8 @@ class Assembly:
         groups_stack: AsyncExitStack,
     ) -> None:
         async def restart(name: str) -> WorkerGroup:
-            with contextlib.suppress(InfrastructureError):  # its workers are dead: closing frees their reservations
+            # Its workers are dead, or fail once more: closing frees their reservations.
+            with contextlib.suppress(InfrastructureError, WorkerError):
                 await replicas[name].aclose()
             group = replicas[name] = self._groups[name] = self._make_group(requests[name])
             groups_stack.push_async_callback(_close, group)

@@ -17,6 +17,7 @@ from asyncrl.errors import (
     DeadlineError,
     EngineClosedError,
     EngineError,
+    GroupClosedError,
     LiveWeightsError,
     ResourceError,
     RolloutsLostError,
@@ -47,6 +48,7 @@ class FakeWorker(Worker):
         hangs_on_prepare: bool = False,
         hangs_after: float = math.inf,
         out_of_memory_at: str = "",
+        hangs_at: str = "",
     ) -> None:
         super().__init__()
         self.name = name
@@ -55,6 +57,7 @@ class FakeWorker(Worker):
         self._fails = fails_to_prepare
         self._hangs_after = -math.inf if hangs_on_prepare else hangs_after
         self._out_of_memory_at = out_of_memory_at
+        self._hangs_at = hangs_at
         self.gate = asyncio.Event()
         self.dead = False
         self.orders: list[str] = []
@@ -109,11 +112,15 @@ class FakeWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def sleep(self) -> None:
+        if self._hangs_at == "sleep":
+            await asyncio.Event().wait()
         self._allocate("sleep")
         self.orders = [*self.orders, "sleep"]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def wake(self) -> None:
+        if self._hangs_at == "wake":
+            await asyncio.Event().wait()
         self.orders = [*self.orders, "wake"]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
@@ -274,16 +281,23 @@ async def test_sleep_waits_for_a_replica_that_starts_and_takes_the_current_weigh
         await one.aclose()
 
 
-async def test_a_replica_that_cannot_sleep_is_lost():
+@pytest.mark.parametrize("fault", [{"out_of_memory_at": "sleep"}, {"hangs_at": "sleep"}, {"hangs_at": "wake"}], ids=str)
+async def test_a_replica_that_cannot_sleep_or_wake_is_lost_and_closed_by_then(fault: dict[str, str]):
     async def revive(name: str) -> LocalWorkerGroup:
         made.append(group(name))
         return made[-1]
 
-    made = [group("a", out_of_memory_at="sleep"), group("b")]
-    pool = RolloutPool({"a": made[0], "b": made[1]}, revive=revive, restart_s=0.0)
+    made = [group("a", **fault), group("b")]
+    pool = RolloutPool({"a": made[0], "b": made[1]}, revive=revive, restart_s=0.0, deadline_s=0.2)
     await pool.start("model", weight_version=0)
-    await pool.sleep()
-    assert [replica(pool, name).serves for name in "ab"] == [False, True]
+    async with asyncio.timeout(10.0):
+        await pool.sleep()
+        if "wake" in fault.values():
+            await pool.wake()
+        else:
+            assert [replica(pool, name).serves for name in "ab"] == [False, True]
+    with pytest.raises(GroupClosedError):
+        await made[0].slept()
     await pool.wake()
     await serving(pool, "a")
     assert await made[2].slept() == []

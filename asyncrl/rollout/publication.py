@@ -460,8 +460,9 @@ class WeightUpdates:
         return any(one.serves for one in self._publication.replicas if one.name == replica)
 
     def updating(self, replica: str) -> bool:
-        """Return whether a replica has a command that it has not answered yet."""
-        return any(one.command is not None for one in self._publication.replicas if one.name == replica)
+        """Return whether a replica has a command that it has not answered yet, or is to commit what it has prepared."""
+        replicas = self._publication.replicas
+        return any(one.name == replica and (one.command, one.prepared) != (None, None) for one in replicas)
 
     async def answered(self) -> None:
         """Wait until no replica has a command; each command ends within its deadline."""

@@ -504,6 +504,25 @@ async def test_the_only_replica_may_come_back_later_than_versions_are_published(
         await one.aclose()
 
 
+async def test_a_replica_that_has_prepared_the_next_version_is_coming_back():
+    slow = LocalWorkerGroup(ClassWithInitArgs(SlowToPrepare, "a"), name="a")
+    groups = {"a": slow, "b": group("b", fails_to_prepare=(1,))}
+    pool = RolloutPool(groups)
+    await pool.start("model", weight_version=0)
+    await slow.let()
+    assert "b" in (await pool.publish(manifest(1))).fenced
+    publishing = asyncio.ensure_future(pool.publish(manifest(2)))
+    while not any(one.prepared == 2 for one in pool._set.updates._publication.replicas):
+        await asyncio.sleep(0)
+    assert replica(pool, "b").lasts
+    await slow.let()
+    await publishing
+    await serving(pool, "b")
+    await pool.aclose()
+    for one in groups.values():
+        await one.aclose()
+
+
 async def test_rollouts_do_not_wait_for_a_replica_that_came_back_and_cannot_take_the_current_weights():
     made = [group("only")]
 

@@ -280,9 +280,11 @@ class EngineReplica(Replica[RolloutEngine]):
         while True:
             before = self._chunks
             await asyncio.sleep(self._supervision.probe_every_s)
+            if self._may_be_paused:  # it samples no token, and may take no weights: some wait for a request to end
+                continue
             if self.health.state == "stale":
                 self._updates.retry(self.name)
-            if self._may_be_paused or self.health.leased or self._chunks != before:
+            if self.health.leased or self._chunks != before:
                 continue
             error = await self._probe_error(engine)
             if error is None:

@@ -417,6 +417,24 @@ def test_pauses(faulty_fleet: Any):
     virtually(story())
 
 
+def test_one_that_takes_no_weights_in_a_pause_is_asked_again_after_it_and_not_made_again(faulty_fleet: Any):
+    async def story() -> None:
+        fleet = faulty_fleet()
+        async with ReplicaPool({name: fleet.factory(name) for name in "ab"}, options=options()) as pool:
+            await pool.pause("keep")
+            fleet["b"].refuses_weights = True
+            await pool.publish(manifest(1))
+            await asyncio.sleep(200.0)
+            assert serving(pool) == {"a": "healthy", "b": "stale"}
+            fleet["b"].refuses_weights = False
+            await pool.resume()
+            await asyncio.sleep(3.0)
+            assert serving(pool) == {"a": "healthy", "b": "healthy"}
+            assert pool.statistics().restarts == 0
+
+    virtually(story())
+
+
 def test_abort(faulty_fleet: Any):
     async def story() -> None:
         fleet = faulty_fleet()

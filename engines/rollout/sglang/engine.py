@@ -16,7 +16,6 @@ and renormalised one. Greedy ones are those of the untempered distribution.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import threading
@@ -598,8 +597,10 @@ class SGLangEngine:
                 loaded.append(name)
         except Exception:
             for name in loaded:  # SGLang takes no name twice, and the commit may be repeated
-                with contextlib.suppress(WeightError):
+                try:
                     await sglang.unload_adapter(name)
+                except WeightError:
+                    self._replaced.append(name)
             raise
         changed = adapters.committed([manifest for manifest, _ in parts])
         self._version, self._prepared = version, None
@@ -657,7 +658,11 @@ class SGLangEngine:
                 await sglang.freeze("in_place" if kv_cache == "keep" else "retract")
             except Exception:
                 if not (self._paused or self._fenced):  # SGLang may have taken the order
-                    await sglang.thaw()
+                    try:
+                        await sglang.thaw()
+                    except Exception:  # noqa: BLE001 - raised is why it was to thaw
+                        self._fenced = f"it stopped to load version {version}, and does not go on"
+                        self._fail_held(EngineError(self._fenced))
                 raise
             try:
                 await sglang.load(named, version=version, flush=kv_cache == "recompute")

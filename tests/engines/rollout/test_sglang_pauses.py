@@ -240,6 +240,26 @@ async def test_a_commit_that_did_not_begin_to_load_costs_no_request(request_of: 
     assert got.weight_versions == (0,) * 4
 
 
+@pytest.mark.usefixtures("plain_orders")
+async def test_sglang_that_answers_neither_freeze_nor_thaw_serves_nothing(
+    request_of: RequestOf, collect: Collect
+) -> None:
+    engine, sglang = await made()
+    running = asyncio.ensure_future(collect(engine, request_of("running", [1], 4)))
+    await settled()
+    sglang.refused = {"freeze", "thaw"}
+    with pytest.raises(WeightError, match="no freeze"):
+        await engine.commit_weights(1)
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineError, match="it stopped to load version 1, and does not go on"):
+            await running
+    sglang.refused = set()
+    await engine.commit_weights(1)
+    sglang.sample()
+    async with asyncio.timeout(5):
+        assert (await collect(engine, request_of("later", [1], 4))).weight_versions == (1,) * 4
+
+
 async def test_a_pause_and_a_resume_that_are_cancelled_have_happened() -> None:
     engine, sglang = await made()
     await cancelled_before_the_answer(sglang, engine.pause(), slow="freeze")
@@ -311,6 +331,11 @@ async def test_a_commit_of_adapters_that_fails_says_why_though_its_cleanup_fails
     with pytest.raises(WeightError, match="no load c@2"):
         await engine.commit_weights(2)
     assert sglang.adapters == ["a@2"], "b@2 is freed all the same"
+    sglang.refused = set()
+    await engine.prepare_adapters([(SimpleNamespace(adapter=None), {})], version=2)  # type: ignore[list-item]
+    engine._prepared = prepared
+    await engine.commit_weights(2)
+    assert sglang.adapters == ["a@2", "b@2", "c@2"]
 
 
 @pytest.mark.parametrize("slow", ["freeze", "load", "thaw"])

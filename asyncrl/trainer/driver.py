@@ -181,7 +181,8 @@ class Driver:
 
     @property
     def paused(self) -> bool:
-        return not self._resumed.is_set()
+        """Whether it waits for :meth:`resume`, or will after this step."""
+        return not self._resumed.is_set() and self.law.version < self.plan.steps
 
     def pause(self) -> None:
         """Issue no group and begin no step until :meth:`resume`; those that are begun are finished."""

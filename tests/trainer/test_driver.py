@@ -514,6 +514,20 @@ def test_while_it_is_paused_nothing_begins_whatever_was_waited_for() -> None:
     ]
 
 
+def test_a_run_that_is_paused_in_its_last_step_is_not_paused_after_it() -> None:
+    made, _ = driver(max_staleness=0, steps=1)
+
+    async def ordered() -> None:
+        running = asyncio.ensure_future(made.run())
+        await asyncio.sleep(5)
+        made.pause()
+        assert made.paused
+        await running
+        assert not made.paused
+
+    finish(ordered())
+
+
 def test_pinned_evaluations_do_not_hold_checkpoints_up_and_take_turns() -> None:
     saved: list[int] = []
 

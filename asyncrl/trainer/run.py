@@ -56,7 +56,7 @@ from asyncrl.trainer.assembly import (
     trainer_options,
     warm_start_options,
 )
-from asyncrl.trainer.checkpoint import NOT_WRITTEN, Checkpoints, read_driver_state, step_of
+from asyncrl.trainer.checkpoint import MAX_SHARE, MIN_INTERVAL_S, NOT_WRITTEN, Checkpoints, read_driver_state, step_of
 from asyncrl.trainer.colocation import Devices, SeparateDevices, SharedDevices, Side
 from asyncrl.trainer.control import Orders, listening
 from asyncrl.trainer.driver import MOST_PATIENCE_S, Driver, TrainingPlan
@@ -121,6 +121,7 @@ class TrainingRun:
         self._ledger: Ledger | None = None
         self._recorder: Recorder  # made when a resumed run has removed the lines of steps that it trains again
         self._wanted: Config | None = None
+        self._set_again_s = float("-inf")
         self._last_step_begun = False
         self._driver: Driver | None = None
         self._devices: Devices = SeparateDevices()
@@ -348,7 +349,8 @@ class TrainingRun:
 
         def before_step(driver: Driver, step: int) -> Awaitable[None] | None:
             self._last_step_begun = step == config.steps
-            return self._reconfigure(driver, step - 1, origin) if self._wanted else None
+            due = self._last_step_begun or time.monotonic() >= self._set_again_s
+            return self._reconfigure(driver, step - 1, origin) if self._wanted and due else None
 
         return Driver(
             plan=TrainingPlan(
@@ -479,6 +481,7 @@ class TrainingRun:
     async def _reconfigure(self, driver: Driver, step: int, origin: str) -> None:
         """Train the steps after ``step`` as was wanted; a checkpoint lets a resume begin with them."""
         assert self._wanted is not None
+        begun_s = time.monotonic()
         # Both at once: a key that is set during the waits below is added to these.
         before, wanted = self._config, self._wanted
         self._config, self._wanted = wanted, None
@@ -489,10 +492,12 @@ class TrainingRun:
             if not await asyncio.to_thread(is_sealed, saved):
                 try:
                     await (await self._save(driver, step))()
-                except NOT_WRITTEN as error:  # tried again before the next step
-                    reason = f"{type(error).__name__}: {error}; what was set waits for a checkpoint"
-                    self._recorder.unsaved(step, reason)
-                    self._config, self._wanted = before, self._wanted or wanted
+                except NOT_WRITTEN as error:  # tried again, as seldom as CheckpointPace, and before the last step
+                    last, now_s = self._last_step_begun, time.monotonic()
+                    fate = "is not used: no step is left" if last else "waits for a checkpoint"
+                    self._recorder.unsaved(step, f"{type(error).__name__}: {error}; what was set {fate}")
+                    self._config, self._wanted = before, None if last else self._wanted or wanted
+                    self._set_again_s = now_s + max(MIN_INTERVAL_S, (now_s - begun_s) / MAX_SHARE)
                     return
                 driver.journal.record(Committed(step))
             await self._assembly.trainer.build(origin, trainer_options(wanted), step)

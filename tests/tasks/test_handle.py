@@ -7,6 +7,7 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -635,6 +636,8 @@ def test_a_key_that_is_set_while_the_disk_is_full_waits_for_a_checkpoint(
         return await take(self, *arguments, step=step, **options)
 
     monkeypatch.setattr(Checkpoints, "take", taking)
+    monkeypatch.setattr("asyncrl.trainer.run.MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr("asyncrl.trainer.run.MAX_SHARE", math.inf)
     run = train(**settings(tmp_path, steps=500, reward=lambda completion: 1.0, **{"checkpoint.every": 0}))
     steps = iter(run)
     next(steps)
@@ -651,6 +654,30 @@ def test_a_key_that_is_set_while_the_disk_is_full_waits_for_a_checkpoint(
     with sqlite3.connect(run.path / "ledger.sqlite") as ledger:
         committed = [step for (step,) in ledger.execute("SELECT step FROM events WHERE kind = 'committed'")]
     assert second in committed
+
+
+@pytest.mark.slow
+def test_a_key_that_is_set_while_the_disk_stays_full_is_tried_seldom_and_before_the_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    take, steps_taken = Checkpoints.take, list[int]()
+
+    async def taking(self: Checkpoints, *arguments: Any, step: int, **options: Any) -> Any:
+        steps_taken.append(step)
+        if step < 40:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return await take(self, *arguments, step=step, **options)
+
+    monkeypatch.setattr(Checkpoints, "take", taking)
+    run = train(**settings(tmp_path, steps=40, reward=lambda completion: 1.0, **{"checkpoint.every": 0}))
+    next(iter(run))
+    run.pause()
+    run.set("trainer.lr", 5e-3)
+    run.resume()
+    assert list(run.wait().unsaved) == [str(steps_taken[0]), "39"]
+    assert steps_taken[1:] == [39, 40]
+    assert 5e-3 not in [step["train/lr"] for step in run.metrics.to_dict("records")]
+    assert "what was set is not used: no step is left" in (run.path / "logs" / "driver.log").read_text()
 
 
 @pytest.mark.slow

@@ -726,11 +726,12 @@ def _check_state_fits(config: Config, before: Config) -> None:
         )
     source, was = config.reward.source, before.reward.source
     used_again = was == "environment" and _buffer_rules(before).get("max_uses") != 1
-    if source != was and (source == "environment" or used_again) and before.ledger.kind is not None:
+    kept = before.ledger.kind is not None and config.ledger.kind is not None
+    if source != was and (source == "environment" or used_again) and kept:
         raise ConfigError(
             f"reward.source = {source}: the run has recorded groups with rewards of {was}",
             path="reward.source",
-            remedy=f"resume with {was}, {anew}",
+            remedy=f"resume with {was}, with ledger.kind = none (they are sampled again), {anew}",
         )
 
 

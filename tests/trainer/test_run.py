@@ -384,6 +384,7 @@ SCORED: dict[str, Any] = {"reward": {"source": "worlds:Length"}}
         ({"sft": {"steps": 3}}, {"sft": {"steps": 4}}, ""),
         (SCORED, {}, "reward.source = environment: the run has recorded groups with rewards of worlds:Length"),
         (SCORED | {"ledger": {"kind": "none"}}, {}, ""),
+        (SCORED, {"ledger": {"kind": "none"}}, ""),
         ({}, SCORED, ""),
         (
             TWICE,

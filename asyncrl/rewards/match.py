@@ -246,5 +246,6 @@ def reasoning_gym_score(
 _deterministic: tuple[Any, ...] = (exact, regex, json_schema, gsm8k, search_r1, reasoning_gym_score)
 for _rule in _deterministic:  # without math_score: math-verify limits its time
     _rule.deterministic = True
-for _rule in (*_deterministic, math_score):  # a column with the name of an option is no option
+_with_options: tuple[Any, ...] = (*_deterministic, math_score)
+for _rule in _with_options:  # a column with the name of an option is no option
     _rule.only_required_columns = True

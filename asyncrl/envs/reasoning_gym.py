@@ -29,8 +29,6 @@ INSTRUCTIONS = "Think step by step. Then write the final answer, and nothing els
 class ReasoningGymEnvironment:
     """One question, one answer."""
 
-    deterministic = True
-
     def __init__(self, dataset: Any, rule: FunctionRule, *, instructions: str, answer_tag: str) -> None:
         self._dataset = dataset  # a reasoning_gym.ProceduralDataset, which is not annotated
         self._rule = rule

@@ -13,6 +13,7 @@ pytest.importorskip("reasoning_gym")
 
 from asyncrl.envs.reasoning_gym import ReasoningGymFactory
 from asyncrl.errors import ConfigError, EnvironmentFailure
+from asyncrl.interfaces import DeterministicEnvironment
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,7 @@ async def test_the_data_sets_scorer_returns_the_reward(sums: ReasoningGymFactory
     assert await reward(f"Well: <answer>0</answer>, no, <answer> {task['answer']} </answer>") == 1.0
     assert await reward("<answer>not a number</answer>") < 0.1
     assert await reward(task["answer"]) == 0.0, "the tags were asked for"
+    assert not isinstance(environment, DeterministicEnvironment), "the scorer's time is limited"
 
 
 async def play(answer: str) -> float:

@@ -39,7 +39,8 @@ _made: dict[str, Any] = {}
 def score(solution_str: str, entry: dict[str, Any], *, dataset: str, config: Mapping[str, Any] | None = None) -> float:
     """Return the data set's own score of an answer.
 
-    The score is 0 if the answer makes the scorer raise, crash, compute for more than 3 s or need more than 1 GiB.
+    The score is 0 if the answer makes the scorer raise, crash, compute for more than 3 s or need more than 1 GiB. Any
+    other death of the fork kills this process, too.
 
     Args:
         solution_str: the answer alone.
@@ -52,9 +53,15 @@ def score(solution_str: str, entry: dict[str, Any], *, dataset: str, config: Map
     """
     name = f"{dataset} {config}"
     if name not in _made:
-        _made[name] = reasoning_gym.create_dataset(dataset, **(config or {}))
-    reading, writing = os.pipe()
-    child = os.fork()
+        made = _made[name] = reasoning_gym.create_dataset(dataset, **(config or {}))
+        with contextlib.suppress(Exception):  # imports and caches of the scorer, which the forks then have
+            made.score_answer(answer=str(made[0]["answer"]), entry=made[0])
+    try:
+        reading, writing = os.pipe()
+        child = os.fork()
+    except OSError:  # no descriptors, processes or memory are left
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
     if child == 0:
         try:
             os.write(writing, json.dumps(_limited(_made[name], solution_str, entry)).encode())
@@ -65,9 +72,10 @@ def score(solution_str: str, entry: dict[str, Any], *, dataset: str, config: Map
     with open(reading, "rb") as pipe:  # noqa: PTH123  a descriptor
         text = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if -code in _EXTERNAL_SIGNALS:
-        os.kill(os.getpid(), -code)  # it was not the answer: the call is repeated in a new process
-    reply = json.loads(text or '{"score": 0.0}')
+    if code > 0 or -code in _EXTERNAL_SIGNALS:
+        # It was not the answer: the call is repeated in a new process.
+        os.kill(os.getpid(), signal.SIGKILL if code > 0 else -code)
+    reply = json.loads(text) if code == 0 else {"score": 0.0}
     if "error" in reply:
         raise ValueError(reply["error"])
     return float(reply["score"])

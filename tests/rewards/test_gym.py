@@ -121,4 +121,13 @@ def test_a_scorer_that_ends_by_no_answer_ends_its_process_likewise(monkeypatch: 
     monkeypatch.setattr(gym, "_limited", lambda *_: signal.raise_signal(signal.SIGKILL))
     monkeypatch.setattr(gym.os, "kill", lambda *given: ended.append(given))
     score_of("leg_counting", "1")
-    assert ended == [(os.getpid(), signal.SIGKILL)]
+    monkeypatch.setattr(gym, "_limited", lambda *_: object())  # which is no JSON
+    score_of("leg_counting", "1")
+    monkeypatch.setattr(gym.os, "fork", no_fork)
+    with pytest.raises(BlockingIOError):
+        score_of("leg_counting", "1")
+    assert ended == [(os.getpid(), signal.SIGKILL)] * 3
+
+
+def no_fork() -> int:
+    raise BlockingIOError

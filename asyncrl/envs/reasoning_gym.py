@@ -6,6 +6,7 @@ reward (0..1), in a process of its own (:mod:`asyncrl.rewards.gym`).
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.envs.calculator import is_held_out, question_messages
@@ -84,6 +85,7 @@ class ReasoningGymFactory:
         size: number of its items; larger task numbers wrap around. Most data sets generate items on demand.
         instructions: system message; none if empty.
         answer_tag: tag around the answer; if empty, the whole reply is the answer.
+        processes: largest number of processes that score. Answers wait for one within ``env.deadline_s``.
         config: options of the data set.
     """
 
@@ -95,6 +97,7 @@ class ReasoningGymFactory:
         size: int = 1_000_000,
         instructions: str = INSTRUCTIONS,
         answer_tag: str = "answer",
+        processes: int = min(4, os.cpu_count() or 1),
         **config: Any,
     ) -> None:
         try:
@@ -124,7 +127,7 @@ class ReasoningGymFactory:
                 remedy=f"options of {DATASETS[dataset][1].__name__}",
             ) from error
         options = {"seed": seed, "size": size, **config}
-        self._rule = FunctionRule(_SCORE, deadline_s=_DEADLINE_S, dataset=dataset, config=options)
+        self._rule = FunctionRule(_SCORE, deadline_s=_DEADLINE_S, processes=processes, dataset=dataset, config=options)
         self._name = dataset
         self._size = size
         self._instructions = instructions
@@ -174,7 +177,7 @@ class ReasoningGymFactory:
         )
 
     async def aclose(self) -> None:
-        """End the process that scores."""
+        """End the processes that score."""
         await self._rule.close()
 
     def demonstration(self, index: int) -> list[Message]:

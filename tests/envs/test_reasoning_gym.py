@@ -65,6 +65,24 @@ async def test_an_answer_is_not_executed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+async def test_answers_are_scored_at_the_same_time() -> None:
+    factory = ReasoningGymFactory(dataset="n_queens", seed=5, n=5, min_remove=1, max_remove=2, processes=2)
+    task = factory.task(0, split="train")
+
+    async def reward(answer: str) -> float:
+        environment = factory.make()
+        await environment.reset(task)
+        return (await environment.step({"role": "assistant", "content": f"<answer>{answer}</answer>"})).reward
+
+    await asyncio.gather(reward("0"), reward("0"))
+    hanging = asyncio.create_task(reward("9**9**9**9"))
+    assert await reward(task["answer"]) == 1.0
+    assert not hanging.done()
+    assert await hanging == 0.0
+    await factory.aclose()
+
+
+@pytest.mark.slow
 async def test_an_answer_that_hangs_its_scorer_scores_nothing() -> None:
     assert await play("9**9**9**9") == 0.0
 
@@ -123,6 +141,8 @@ def test_invalid_options_are_refused() -> None:
         ReasoningGymFactory(dataset="chain_sum", terms=3)
     with pytest.raises(ConfigError, match="min_digits must be positive"):
         ReasoningGymFactory(dataset="chain_sum", min_digits=0)
+    with pytest.raises(ConfigError, match="processes is 0"):
+        ReasoningGymFactory(dataset="chain_sum", processes=0)
     with pytest.raises(ConfigError, match="no demonstrations"):
         ReasoningGymFactory(dataset="chain_sum").demonstration(0)
 

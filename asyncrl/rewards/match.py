@@ -246,9 +246,9 @@ def reasoning_gym_score(
     return score(answer.strip(), {"answer": ground_truth, "metadata": {}, **entry}, dataset=name)
 
 
-_deterministic: tuple[Any, ...] = (exact, regex, json_schema, gsm8k, search_r1, reasoning_gym_score)
-for _rule in _deterministic:  # without math_score: math-verify limits its time
+_deterministic: tuple[Any, ...] = (exact, regex, json_schema, gsm8k, search_r1)
+for _rule in _deterministic:  # math_score and reasoning_gym_score limit the scorer's time
     _rule.deterministic = True
-_with_options: tuple[Any, ...] = (*_deterministic, math_score)
+_with_options: tuple[Any, ...] = (*_deterministic, math_score, reasoning_gym_score)
 for _rule in _with_options:  # a column with the name of an option is no option
     _rule.only_required_columns = True

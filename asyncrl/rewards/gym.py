@@ -10,6 +10,7 @@ import ast
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -32,6 +33,9 @@ _FUNCTIONS = (abs, pow, sympy.S, sympy.sqrt, sympy.cbrt, sympy.root)
 _NUMBERS = {sympy.Integer: 1, sympy.Float: 1, sympy.Rational: 2}
 """Largest number of arguments: the third of Rational makes numbers that are none."""
 
+_ARITHMETIC = {"countdown", "puzzle24"}
+"""Data sets whose scorers count the numbers in the text, where names, calls and comments could hold any."""
+
 _made: dict[str, Any] = {}
 """Data sets by name and configuration."""
 
@@ -51,6 +55,8 @@ def score(solution_str: str, entry: dict[str, Any], *, dataset: str, config: Map
     Raises:
         ValueError: the scorer also raises for the entry's own answer; the entry is wrong, not the answer.
     """
+    if dataset in _ARITHMETIC and not re.fullmatch(r"[0-9\s()+*/.-]*", solution_str):
+        solution_str = "?"
     name = f"{dataset} {config}"
     if name not in _made:
         made = _made[name] = reasoning_gym.create_dataset(dataset, **(config or {}))

@@ -56,6 +56,16 @@ def test_no_answer_makes_what_equals_all_else():
     assert score_of("polynomial_multiplication", "Function('f', (Function,), {'__eq__': Tuple})(1)") == 0.0
 
 
+def test_the_numbers_of_an_answer_are_those_that_it_computes_with():
+    for name in ("countdown", "puzzle24"):
+        entry = reasoning_gym.create_dataset(name, size=1, seed=3)[0]
+        wanted = entry["metadata"].get("target", 24)
+        numbers = " + ".join(str(number) for number in entry["metadata"]["numbers"])
+        for answer in (f"E / E * {'+'.join(['cos(pi - pi)'] * wanted)} # {numbers}", f"sin(pi) * ({numbers}) + E / E"):
+            assert compute_score(f"x/{name}", answer, None, {"entry": entry}, tag="") < 0.1
+        assert compute_score(f"x/{name}", entry["answer"], None, {"entry": entry}, tag="") == 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "score"),
     [

@@ -95,8 +95,11 @@ def read_prompt(record: Mapping[str, Any], columns: Mapping[str, str] | None = N
         if found is not None and not (isinstance(found, Sized) and len(found) == 0):
             raise InvalidDataError(f"has {media!r}, and only text is supported")
 
-    def optional(column: str) -> Any:  # one that the configuration names must be there
-        return _lookup(record, names.get(column, column), default=_MISSING if column in given else record.get(column))
+    def optional(column: str) -> Any:
+        if column in given:  # one that the configuration names must be there
+            return _lookup(record, given[column])
+        value = _lookup(record, names.get(column, column), default=None)
+        return record.get(column) if value is None else value
 
     extra, source = optional("extra_info"), optional("data_source")
     prompt = _as_messages(

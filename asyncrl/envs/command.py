@@ -34,7 +34,7 @@ from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.plugins import make_part, offered_options
 from asyncrl.rewards import scoring_program
 from asyncrl.rollout.episode import EpisodePolicy
-from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory
 from asyncrl.runtime import shield_until_done
 from asyncrl.sandboxes.contract import How, ProgramEnd, SandboxLimits, unstartable
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox, visible_paths
@@ -409,11 +409,12 @@ class CommandEnvironment:
         failed = not judging.succeeded
         if factory.judged_by == "test_command":  # which the agent's work may crash
             unstarted = factory.judge_starts and judging.code in _NOT_STARTED
-            failed = unstarted or judging.how in ("deadline", "stopped")
+            failed = unstarted or judging.how in ("deadline", "stopped") or judging.killed_from_outside
         if failed:
             raise _failure(f"{factory.judged_by}", judging, factory)
         if factory.judged_by == "test_command":
-            return _Earned(float(judging.succeeded))
+            limited = float(judging.how in ("output", "memory"))
+            return _Earned(float(judging.succeeded), info={REWARD_PARTS: {"test_limits": limited}})
         return _score((judging.stdout.strip().splitlines() or [""])[-1], turns=len(turns))
 
 
@@ -556,7 +557,7 @@ class CommandFactory:
             Anything else is an option of ``tasks``.
         test_command: run in the program's folder afterwards; the reward is 1 if it ends with status 0, else 0. Status
             126 or 127 is a failure, as of a command that cannot be started, but not of a shell, or in that folder;
-            so is the deadline, and no other end.
+            so is the deadline, and a signal that may come from outside (SIGKILL, SIGTERM). No other end is one.
         score_command: likewise; the reward is the number on the last line of its output.
         env: further environment variables, with the same placeholders. Of this process's own the program gets
             ``PATH``, ``LANG`` and the like alone.

@@ -6,6 +6,7 @@ reward (0..1), in a process of its own (:mod:`asyncrl.rewards.gym`).
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.envs.calculator import is_held_out, question_messages
@@ -28,8 +29,6 @@ INSTRUCTIONS = "Think step by step. Then write the final answer, and nothing els
 
 class ReasoningGymEnvironment:
     """One question, one answer."""
-
-    deterministic = True
 
     def __init__(self, dataset: Any, rule: FunctionRule, *, instructions: str, answer_tag: str) -> None:
         self._dataset = dataset  # a reasoning_gym.ProceduralDataset, which is not annotated
@@ -86,6 +85,7 @@ class ReasoningGymFactory:
         size: number of its items; larger task numbers wrap around. Most data sets generate items on demand.
         instructions: system message; none if empty.
         answer_tag: tag around the answer; if empty, the whole reply is the answer.
+        processes: largest number of processes that score. Answers wait for one within ``env.deadline_s``.
         config: options of the data set.
     """
 
@@ -97,6 +97,7 @@ class ReasoningGymFactory:
         size: int = 1_000_000,
         instructions: str = INSTRUCTIONS,
         answer_tag: str = "answer",
+        processes: int = min(4, os.cpu_count() or 1),
         **config: Any,
     ) -> None:
         try:
@@ -126,7 +127,7 @@ class ReasoningGymFactory:
                 remedy=f"options of {DATASETS[dataset][1].__name__}",
             ) from error
         options = {"seed": seed, "size": size, **config}
-        self._rule = FunctionRule(_SCORE, deadline_s=_DEADLINE_S, dataset=dataset, config=options)
+        self._rule = FunctionRule(_SCORE, deadline_s=_DEADLINE_S, processes=processes, dataset=dataset, config=options)
         self._name = dataset
         self._size = size
         self._instructions = instructions
@@ -176,7 +177,7 @@ class ReasoningGymFactory:
         )
 
     async def aclose(self) -> None:
-        """End the process that scores."""
+        """End the processes that score."""
         await self._rule.close()
 
     def demonstration(self, index: int) -> list[Message]:

@@ -6,7 +6,6 @@ in the sandbox, or the row's rule judges the message. A sandbox that fails costs
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, cast
@@ -25,8 +24,8 @@ from asyncrl.sandboxes.pool import SandboxPool
 _GROUP = "asyncrl.sandboxes"
 _LONGEST_ANSWER = 20_000
 """Characters of a command's output that the model is shown."""
-_CHECK = 'mkdir -- "$HOME" && exec /bin/sh -c "$1"'
-"""Begins a check with an empty home: in the policy's, Python and git look for files of its own."""
+_CHECK_ENV = {"PYTHONNOUSERSITE": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
+"""Switches off what Python and git read from the home of a check, which is the policy's, too."""
 
 
 class SandboxTools:
@@ -129,15 +128,13 @@ class SandboxEnvironment(DatasetEnvironment):
         except OSError:  # the policy has left no room for them
             right = False
         else:
-            own = f"{self._sandbox.folder}/check-{secrets.token_hex(8)}"
-            env = {"HOME": own, "TMPDIR": own, "PYTHONNOUSERSITE": "1"}
-            right = (await self._sandbox.exec(check, env=env)).succeeded
+            right = (await self._sandbox.exec(check, env=_CHECK_ENV)).succeeded
         return Step(reward=float(right), done=True, info={REWARD_PARTS: {"checked": float(right)}})
 
     def _check_of(self, task: Task) -> list[str]:
         """Return the command that checks a task's work; an empty one if its rule judges the last message."""
         check = task["extra_info"].get("check") or self._check
-        return ["/bin/sh", "-c", _CHECK, "sh", check] if check else []
+        return ["/bin/sh", "-c", check] if check else []
 
     async def _write(self, files: Mapping[str, str] | None) -> None:
         assert self._sandbox is not None

@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.errors import RewardError, SandboxError
 from asyncrl.rewards.rules import Answer, Verdict
@@ -24,15 +24,13 @@ from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
 
 _log = logging.getLogger(__name__)
 _LAST_S = 1.0
-_EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Signals that may come from outside; the program itself causes the others."""
 _MAX_DEATHS = 3
 
 _LANGUAGE = re.compile(r"[ \t]*([\w+-]*)")
-_DEFINITIONS = (
-    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom),
-    *(ast.Assign, ast.AnnAssign, ast.Pass),
-)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass)
+_BY_NAME = ("globals", "locals", "vars", "eval", "exec")
+"""Built-ins with which a test may call any of its functions."""
 
 _ASSERTIONS = Path(__file__).with_name("code_program.py").read_text(encoding="utf-8")
 _COMPILE = "import sys; compile(sys.stdin.read(), 'solution.py', 'exec')"
@@ -63,7 +61,8 @@ class CodeRule:
     The program gets the inputs alone: what it prints or returns is compared outside its process, and assertions run in
     a sandbox of their own, where its functions and objects are called as if they were there
     (:mod:`asyncrl.rewards.code_program`). A program that raises, runs out of memory or time, or exits early fails that
-    test. Parts: ``passed`` (share of the tests), ``compiles``, ``deadlines`` (share of the tests).
+    test. Parts: ``passed`` (share of the tests), ``compiles``, ``deadlines`` (share of the tests; all of them, if it
+    is not even compiled in time).
 
     Args:
         partial: whether the share of passed tests is the score.
@@ -96,13 +95,16 @@ class CodeRule:
         self._running = asyncio.Semaphore(processes)
 
     async def judge(self, answer: Answer) -> Verdict:
-        tests = _tests(answer.ground_truth)[: self._most_tests]
+        first, *others = _tests(answer.ground_truth, self._most_tests)
         program = program_in(answer.solution_str)
-        async with self._running:
-            compiled = await run_program(self._sandboxes, _COMPILE, stdin=program, limits=self._limits)
-        if not compiled.succeeded:
-            return Verdict(score=0.0, parts={"passed": 0.0, "compiles": 0.0, "deadlines": 0.0})
-        ends = await run_all(self._run_test(program, test) for test in tests)
+        ends = [await self._run_test(program, first)]
+        if ends[0] != "passed":
+            async with self._running:
+                compiled = await run_program(self._sandboxes, _COMPILE, stdin=program, limits=self._limits)
+            if not compiled.succeeded:
+                late = float(compiled.how == "deadline")
+                return Verdict(score=0.0, parts={"passed": 0.0, "compiles": 0.0, "deadlines": late})
+        ends += await run_all(self._run_test(program, test) for test in others)
         passed = ends.count("passed") / len(ends)
         return Verdict(
             score=passed if self._partial else float(passed == 1.0),
@@ -182,7 +184,7 @@ async def _run_until_it_ends(run: Callable[[], Awaitable[list[ProgramEnd]]]) -> 
             if death == _MAX_DEATHS:
                 raise
             continue
-        killed = [end.code for end in ends if end.how == "killed" and end.code in _EXTERNAL_SIGNALS]
+        killed = [end.code for end in ends if end.killed_from_outside]
         if not killed or death == _MAX_DEATHS:
             break
         _log.warning("a program died by %s before its deadline (death %d)", signal.Signals(killed[0]).name, death)
@@ -238,8 +240,8 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         fence = text.find("```", closing + 3) if closing >= 0 else -1
 
 
-def _tests(given: Any) -> list[dict[str, Any]]:
-    """Read the tests in a ground truth; raise RewardError if it has none."""
+def _tests(given: Any, most: int) -> list[dict[str, Any]]:
+    """Read the first tests in a ground truth; raise RewardError if it has none, or one that asserts nothing."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -247,45 +249,81 @@ def _tests(given: Any) -> list[dict[str, Any]]:
             given = [given]  # assert statements
     if isinstance(given, dict) and "assert_case" in given:
         given = given["assert_case"]
-    texts = given if isinstance(given, list) and all(isinstance(test, str) for test in given) else []
-    if asserting := [{"assertions": test} for test in texts if _asserts(test)]:
-        return asserting
+    texts = given[:most] if isinstance(given, list) and all(isinstance(test, str) for test in given) else []
+    kinds = [_kind(test) for test in texts]
+    if "test" in kinds and "idle" not in kinds:
+        return [{"assertions": test} for test, kind in zip(texts, kinds, strict=True) if kind != "definitions"]
     if isinstance(given, dict):
         inputs, outputs = given.get("inputs"), given.get("outputs")
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0:
             name = given.get("fn_name")
-            pairs = zip(inputs, outputs, strict=True)
+            pairs = zip(inputs[:most], outputs[:most], strict=True)
             if name:
                 return [
                     {"function": str(name), "arguments": _arguments(each), "expected": _expected(right)}
                     for each, right in pairs
                 ]
             return [{"stdin": _text(each), "stdout": _text(right)} for each, right in pairs]
+    wrong = texts[kinds.index("idle")] if "idle" in kinds else given
     raise RewardError(
-        'code needs tests as ground truth: {"inputs": [...], "outputs": [...]} of equal length, or assert statements '
-        f"outside of functions; got {repr(given)[:200]}",
+        'code needs tests as ground truth: {"inputs": [...], "outputs": [...]} of equal length, or assert statements, '
+        f"outside of functions that nothing calls; got {repr(wrong)[:200]}",
         how="value",
     )
 
 
-def _asserts(test: str) -> bool:
-    """Return whether a test does more than to define: functions that nothing calls assert nothing.
-
-    Raises:
-        RewardError: it is no Python; the row is wrong, not the answer.
-    """
+def _kind(text: str) -> Literal["test", "idle", "definitions", "broken"]:
+    """Return what a text is; an ``idle`` one has assertions or test functions, and executes none."""
     try:
-        statements = ast.parse(test).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RewardError(
-            f"a test of code must be assert statements in Python ({error}); got {repr(test)[:200]}", how="value"
-        ) from error
-    return not all(
-        isinstance(each, _DEFINITIONS)
-        or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))  # a docstring
-        or (isinstance(each, ast.If) and "__name__" in ast.dump(each.test))  # a test is not the main program
-        for each in statements
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "broken"
+    executed = _executed(tree)
+    if any(_asserts(each) or (isinstance(each, ast.Name) and each.id in _BY_NAME) for each in executed):
+        return "test"
+    others = set(ast.walk(tree)).difference(executed)
+    if any(_asserts(each) or (isinstance(each, _FUNCTIONS) and each.name.startswith("test")) for each in others):
+        return "idle"
+    runs = any(
+        not isinstance(each, _DEFINITIONS)
+        and not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))  # a docstring
+        and not _is_main(each)
+        for each in tree.body
     )
+    return "test" if runs else "definitions"
+
+
+def _executed(tree: ast.Module) -> list[ast.AST]:
+    """Return the nodes that may be executed, without functions whose names, or whose classes', nothing mentions."""
+    functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
+    for each in ast.walk(tree):
+        if isinstance(each, (*_FUNCTIONS, ast.ClassDef)):
+            inside = each.body if isinstance(each, ast.ClassDef) else [each]
+            functions.setdefault(each.name, []).extend(one for one in inside if isinstance(one, _FUNCTIONS))
+    executed: list[ast.AST] = []
+    left: list[ast.AST] = list(tree.body)
+    while left:
+        node = left.pop()
+        if isinstance(node, _FUNCTIONS) or _is_main(node):
+            continue
+        executed.append(node)
+        left += ast.iter_child_nodes(node)
+        for function in functions.pop(node.id, ()) if isinstance(node, ast.Name) else ():
+            executed.append(function)
+            left += function.body
+    return executed
+
+
+def _is_main(node: ast.AST) -> bool:
+    """Return whether a statement is for the main program, which a test is not."""
+    return isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+
+
+def _asserts(node: ast.AST) -> bool:
+    """Return whether a node raises if something is wrong: an assertion, or a call like ``assert_equal``."""
+    called = node.func if isinstance(node, ast.Call) else None
+    name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
+    return isinstance(node, ast.Assert | ast.Raise) or name.startswith("assert") or name in ("fail", "raises")
 
 
 def _arguments(given: Any) -> list[Any]:

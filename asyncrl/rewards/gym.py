@@ -10,6 +10,7 @@ import ast
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -25,8 +26,15 @@ from sympy.parsing import sympy_parser
 _CPU_S = 3
 _MEMORY_BYTES = 1 << 30
 _EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_DATA = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load)
-_MATHEMATICS = (ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop, ast.Name, ast.Call)
+_CONTAINERS = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load)
+_DATA = (*_CONTAINERS, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop)
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
+_FUNCTIONS = (abs, pow, sympy.S, sympy.sqrt, sympy.cbrt, sympy.root)
+_NUMBERS = {sympy.Integer: 1, sympy.Float: 1, sympy.Rational: 2}
+"""Largest number of arguments: the third of Rational makes numbers that are none."""
+
+_ARITHMETIC = {"countdown", "puzzle24"}
+"""Data sets whose scorers count the numbers in the text, where names, calls and comments could hold any."""
 
 _made: dict[str, Any] = {}
 """Data sets by name and configuration."""
@@ -35,7 +43,8 @@ _made: dict[str, Any] = {}
 def score(solution_str: str, entry: dict[str, Any], *, dataset: str, config: Mapping[str, Any] | None = None) -> float:
     """Return the data set's own score of an answer.
 
-    The score is 0 if the answer makes the scorer raise, crash, compute for more than 3 s or need more than 1 GiB.
+    The score is 0 if the answer makes the scorer raise, crash, compute for more than 3 s or need more than 1 GiB. Any
+    other death of the fork kills this process, too.
 
     Args:
         solution_str: the answer alone.
@@ -46,23 +55,33 @@ def score(solution_str: str, entry: dict[str, Any], *, dataset: str, config: Map
     Raises:
         ValueError: the scorer also raises for the entry's own answer; the entry is wrong, not the answer.
     """
+    if dataset in _ARITHMETIC and not re.fullmatch(r"[0-9\s()+*/.-]*", solution_str):
+        solution_str = "?"
     name = f"{dataset} {config}"
     if name not in _made:
-        _made[name] = reasoning_gym.create_dataset(dataset, **(config or {}))
-    reading, writing = os.pipe()
-    child = os.fork()
+        made = _made[name] = reasoning_gym.create_dataset(dataset, **(config or {}))
+        with contextlib.suppress(Exception):  # imports and caches of the scorer, which the forks then have
+            made.score_answer(answer=str(made[0]["answer"]), entry=made[0])
+    try:
+        reading, writing = os.pipe()
+        child = os.fork()
+    except OSError:  # no descriptors, processes or memory are left
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
     if child == 0:
         try:
             os.write(writing, json.dumps(_limited(_made[name], solution_str, entry)).encode())
-        finally:
             os._exit(0)
+        finally:
+            os._exit(1)
     os.close(writing)
     with open(reading, "rb") as pipe:  # noqa: PTH123  a descriptor
         text = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if -code in _EXTERNAL_SIGNALS:
-        os.kill(os.getpid(), -code)  # it was not the answer: the call is repeated in a new process
-    reply = json.loads(text or '{"score": 0.0}')
+    if code > 0 or -code in _EXTERNAL_SIGNALS:
+        # It was not the answer: the call is repeated in a new process.
+        os.kill(os.getpid(), signal.SIGKILL if code > 0 else -code)
+    reply = json.loads(text) if code == 0 else {"score": 0.0}
     if "error" in reply:
         raise ValueError(reply["error"])
     return float(reply["score"])
@@ -88,28 +107,64 @@ def _limited(dataset: Any, answer: str, entry: dict[str, Any]) -> dict[str, Any]
 
 
 def evaluate(source: str, names: Mapping[str, Any] | None = None, own: Mapping[str, Any] | None = None) -> Any:
-    """Evaluate data and arithmetic, and of ``names`` and ``own`` what is sympy's mathematics.
+    """Evaluate data; or, of the ``names`` and ``own`` that sympy's parser gives, an expression of sympy's mathematics.
 
         >>> evaluate("[[1, 2], 3 * (4 - 1)]")
         [[1, 2], 9]
+        >>> evaluate("sin(Symbol('x')) / Integer(2)", vars(sympy))
+        sin(x)/2
 
     Raises:
-        ValueError: the expression has something else: an attribute, another function, a condition.
+        ValueError: it is something else, such as an attribute, a function of another kind or a condition.
     """
-    known = {**(names or {}), **(own or {})}
     tree = ast.parse(source.strip(), mode="eval")
-    for node in ast.walk(tree):
-        if not isinstance(node, _DATA + _MATHEMATICS):
-            raise ValueError(f"an answer has no {type(node).__name__}")
-        if isinstance(node, ast.Name) and not _is_mathematics(known.get(node.id)):
-            raise ValueError(f"{node.id} is nothing that an answer may name")
+    known = {**(names or {}), **(own or {})}
+    if names is None:
+        if other := next((node for node in ast.walk(tree) if not isinstance(node, _DATA)), None):
+            raise ValueError(f"an answer has no {type(other).__name__} here")
+    else:
+        nodes = [tree.body]
+        while nodes:
+            nodes += _operands(nodes.pop(), known)
     return eval(compile(tree, "<answer>", "eval"), {"__builtins__": {}}, known)  # noqa: S307  as checked above
 
 
-def _is_mathematics(thing: Any) -> bool:
-    """Return whether it is ``abs``, a symbol, a number or a function; not what sympy has for programs."""
-    if thing is abs:
+def _operands(node: ast.expr, known: Mapping[str, Any]) -> list[ast.expr]:
+    """Return the operands of a form that makes an expression of sympy from such, or raise ValueError."""
+
+    def thing(node: ast.expr) -> Any:
+        return known.get(node.id) if isinstance(node, ast.Name) else None
+
+    match node:
+        case ast.Constant() if type(node.value) in (int, float, complex):
+            return []
+        case ast.Name() if _is_value(thing(node)):
+            return []
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub()):
+            return [node.operand]
+        case ast.BinOp() if isinstance(node.op, _OPERATORS):
+            return [node.left, node.right]
+        case ast.Call(args=[ast.Constant(value=str(text))], keywords=[]):
+            if thing(node.func) in _NUMBERS or (thing(node.func) is sympy.Symbol and text.isidentifier()):
+                return []
+        case ast.Call(func=ast.Call(func=made, args=[ast.Constant(value=str(text))], keywords=[]), keywords=[]):
+            if thing(made) is sympy.Function and text.isidentifier():
+                return node.args
+        case ast.Call(keywords=[]) if _is_function(thing(node.func), len(node.args)):
+            return node.args
+    raise ValueError(f"an answer has no {ast.unparse(node)}")
+
+
+def _is_value(thing: Any) -> bool:
+    """Return whether it is a symbol or a number, such as pi."""
+    return isinstance(thing, sympy.Expr) and type(thing).__module__.startswith("sympy.core.")
+
+
+def _is_function(thing: Any, count: int) -> bool:
+    """Return whether it makes an expression of ``count`` expressions."""
+    if thing in _NUMBERS:
+        return count <= _NUMBERS[thing]
+    if thing in _FUNCTIONS:
         return True
-    module = str(getattr(thing, "__module__", ""))
-    is_basic = isinstance(thing, sympy.Basic) or (isinstance(thing, type) and issubclass(thing, sympy.Basic))
-    return module.startswith("sympy.functions.") or (module.startswith("sympy.core.") and is_basic)
+    is_class = isinstance(thing, type) and issubclass(thing, sympy.Expr) and thing is not sympy.Piecewise
+    return is_class and thing.__module__.startswith("sympy.functions.")

@@ -113,20 +113,23 @@ def gsm8k(solution_str: str, ground_truth: Any, *, strict: bool = True) -> float
     Args:
         solution_str: the answer.
         ground_truth: a number, or its text; or a solution that ends with ``#### NUMBER``, as in the rows of the hub.
+            No answer equals another text.
         strict: False compares the last number of an answer without ``####``.
 
     Raises:
-        ValueError: the ground truth is no number; the row is wrong, not the answer.
+        ValueError: there is no ground truth; the row is wrong, not the answer.
     """
-    found = _GSM8K.findall(solution_str) or ([] if strict else _NUMBER.findall(solution_str))
-    try:
-        expected = _number(str(ground_truth).rpartition("####")[2])
-    except ValueError:
+    expected = str(ground_truth).rpartition("####")[2].strip()
+    if ground_truth in (None, []) or not expected:
         given = str(ground_truth)[-80:]
         raise ValueError(
             f"gsm8k needs a number as ground truth, not {given!r}: name its column in columns.ground_truth"
-        ) from None
-    return float(bool(found) and _number(found[-1]) == expected)
+        )
+    found = _GSM8K.findall(solution_str) or ([] if strict else _NUMBER.findall(solution_str))
+    try:
+        return float(bool(found) and _number(found[-1]) == _number(expected))
+    except ValueError:  # a fraction, a unit
+        return 0.0
 
 
 def search_r1(solution_str: str, ground_truth: Any) -> float:
@@ -243,8 +246,9 @@ def reasoning_gym_score(
     return score(answer.strip(), {"answer": ground_truth, "metadata": {}, **entry}, dataset=name)
 
 
-_deterministic: tuple[Any, ...] = (exact, regex, json_schema, gsm8k, search_r1, reasoning_gym_score)
-for _rule in _deterministic:  # without math_score: math-verify limits its time
+_deterministic: tuple[Any, ...] = (exact, regex, json_schema, gsm8k, search_r1)
+for _rule in _deterministic:  # math_score and reasoning_gym_score limit the scorer's time
     _rule.deterministic = True
-for _rule in (*_deterministic, math_score):  # a column with the name of an option is no option
+_with_options: tuple[Any, ...] = (*_deterministic, math_score, reasoning_gym_score)
+for _rule in _with_options:  # a column with the name of an option is no option
     _rule.only_required_columns = True

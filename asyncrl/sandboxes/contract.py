@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +22,7 @@ from typing import Literal, Protocol, TypeAlias
 from asyncrl.errors import ConfigError, SandboxError
 
 _LARGEST_COMMAND = 96 << 10
+_EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WRITE = """
 case $1 in */*)
     mkdir -p -- "${1%/*}/" && cd -P . && cd -- "${1%/*}/" || exit
@@ -105,6 +107,11 @@ class ProgramEnd:
     @property
     def succeeded(self) -> bool:
         return self.how == "exited" and self.code == 0
+
+    @property
+    def killed_from_outside(self) -> bool:
+        """Whether it died by a signal that may come from outside; the program itself causes the others."""
+        return self.how == "killed" and self.code in _EXTERNAL_SIGNALS
 
     @property
     def stdout(self) -> str:

@@ -32,6 +32,8 @@ def test_verls_columns_are_a_prompt():
 def test_a_ground_truth_may_stand_by_itself():
     assert read_prompt({"prompt": "1+1", "ground_truth": "2"}).ground_truth == "2"
     assert read_prompt(verl(ground_truth="3")).ground_truth == "2"
+    unused = {"style": "rule", "ground_truth": None}  # a column of parquet, filled for the rows of another set
+    assert read_prompt(verl(reward_model=unused, ground_truth="3")).ground_truth == "3"
 
 
 def test_columns_without_another_use_are_extra_info_as_far_as_json_has_them():

@@ -323,10 +323,15 @@ print(0.25 if len(turns) == 1 and not prepared and "PYTHONNOUSERSITE" in os.envi
 async def test_work_that_crashes_its_test_earns_nothing(
     play: Callable[..., Any], sandbox: dict[str, Any] | None
 ) -> None:
-    for crash in ("import os; os.kill(os.getpid(), 11)", "print('x' * 5000)"):
-        options = {"test_command": ["python3", "-c", crash], "output_bytes": 4000, "sandbox": sandbox}
-        (failed,), _ = await play(factory_of("prepares", **options))
-        assert failed.reward == 0.0
+    def tested(program: str) -> CommandFactory:
+        options = {"test_command": ["python3", "-c", program], "output_bytes": 4000, "sandbox": sandbox}
+        return factory_of("prepares", **options)
+
+    for crash, limited in (("import os; os.kill(os.getpid(), 11)", 0.0), ("print('x' * 5000)", 1.0)):
+        (failed,), _ = await play(tested(crash))
+        assert (failed.reward, failed.info["reward_parts"]) == (0.0, {"test_limits": limited})
+    with pytest.raises(EnvironmentFailure, match="test_command was killed by signal 9"):
+        await play(tested("import os; os.kill(os.getpid(), 9)"))
 
 
 async def test_a_test_that_cannot_be_started_is_no_reward(play: Callable[..., Any]) -> None:

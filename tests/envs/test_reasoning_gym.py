@@ -13,6 +13,7 @@ pytest.importorskip("reasoning_gym")
 
 from asyncrl.envs.reasoning_gym import ReasoningGymFactory
 from asyncrl.errors import ConfigError, EnvironmentFailure
+from asyncrl.interfaces import DeterministicEnvironment
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,7 @@ async def test_the_data_sets_scorer_returns_the_reward(sums: ReasoningGymFactory
     assert await reward(f"Well: <answer>0</answer>, no, <answer> {task['answer']} </answer>") == 1.0
     assert await reward("<answer>not a number</answer>") < 0.1
     assert await reward(task["answer"]) == 0.0, "the tags were asked for"
+    assert not isinstance(environment, DeterministicEnvironment), "the scorer's time is limited"
 
 
 async def play(answer: str) -> float:
@@ -60,6 +62,24 @@ async def test_an_answer_is_not_executed(tmp_path: Path) -> None:
     file = tmp_path / "file"
     assert await play(f"open({str(file)!r}, 'w')") == 0.0
     assert not file.exists()
+
+
+@pytest.mark.slow
+async def test_answers_are_scored_at_the_same_time() -> None:
+    factory = ReasoningGymFactory(dataset="n_queens", seed=5, n=5, min_remove=1, max_remove=2, processes=2)
+    task = factory.task(0, split="train")
+
+    async def reward(answer: str) -> float:
+        environment = factory.make()
+        await environment.reset(task)
+        return (await environment.step({"role": "assistant", "content": f"<answer>{answer}</answer>"})).reward
+
+    await asyncio.gather(reward("0"), reward("0"))
+    hanging = asyncio.create_task(reward("9**9**9**9"))
+    assert await reward(task["answer"]) == 1.0
+    assert not hanging.done()
+    assert await hanging == 0.0
+    await factory.aclose()
 
 
 @pytest.mark.slow
@@ -121,6 +141,8 @@ def test_invalid_options_are_refused() -> None:
         ReasoningGymFactory(dataset="chain_sum", terms=3)
     with pytest.raises(ConfigError, match="min_digits must be positive"):
         ReasoningGymFactory(dataset="chain_sum", min_digits=0)
+    with pytest.raises(ConfigError, match="processes is 0"):
+        ReasoningGymFactory(dataset="chain_sum", processes=0)
     with pytest.raises(ConfigError, match="no demonstrations"):
         ReasoningGymFactory(dataset="chain_sum").demonstration(0)
 

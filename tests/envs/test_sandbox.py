@@ -74,15 +74,32 @@ async def test_a_policy_that_leaves_no_room_for_the_tests_fails_them(tmp_path: P
     await made.aclose()
 
 
-async def test_a_check_finds_nothing_that_the_policy_has_put_in_its_home(tmp_path: Path):
-    made = factory(tmp_path, check="cat ~/.profile || python3 -c 'import site; exit(not site.ENABLE_USER_SITE)'")
+CUSTOM = "import os\nos._exit(0)\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "check", "reward"),
+    [
+        ("echo 42 > ~/answer.txt", 'grep -q 42 ~/answer.txt && test "$(ls -A)" = answer.txt', 1.0),
+        (  # nor where this Python is in a virtual environment, and looks for no packages of the user
+            f'at=$(python3 -m site --user-site); mkdir -p "$at"; echo "{CUSTOM}" > "$at/usercustomize.py"',
+            '[ -z "$PYTHONNOUSERSITE" ] || python3 -c "exit(1)"',
+            0.0,
+        ),
+        ("printf '[user]\\nname = me\\n' > ~/.gitconfig", 'test -s "${GIT_CONFIG_GLOBAL-$HOME/.gitconfig}"', 0.0),
+    ],
+)
+async def test_a_check_has_the_policys_home_and_reads_no_settings_from_it(
+    tmp_path: Path, command: str, check: str, reward: float
+):
+    made = factory(tmp_path)
     task = made.task(0, split="train")
-    del task["extra_info"]["check"]
+    task["extra_info"] = {"check": check}
     environment = made.make()
     await environment.reset(task)
-    await environment.step(call("bash", command="touch ~/.profile"))
+    await environment.step(call("bash", command=command))
     step = await environment.step({"role": "assistant", "content": "done"})
-    assert (step.done, step.reward) == (True, 0.0)
+    assert (step.done, step.reward) == (True, reward)
     await environment.close()
     await made.aclose()
 

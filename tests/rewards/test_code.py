@@ -142,16 +142,51 @@ IDLE = (
     "'f(1) is 2'\nimport math\nMETADATA = {}\ndef check(f):\n    assert f(1) == 2",
     "def test_f():\n    assert f(1) == 2\nif __name__ == '__main__':\n    test_f()",
     "assert f(1) = 2",
+    "import random\nrandom.seed(0)\ndef test_f():\n    assert f(1) == 2",
+    "sys.path.append('.')\nclass TestF(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 2)",
+    "def make():\n    return f\ng = make()\ndef test_f():\n    g(1)\nprint('ok')",
+    ["assert f(1) == 2", "def test_f():\n    assert f(2) == 3"],
+    ["import math", "assert f(1) = 2"],
 )
-"""Texts of which nothing is asserted."""
+"""Texts of which nothing is asserted, or not all that should be."""
 
 
 @pytest.mark.parametrize(
     "tests", [*[None, {}, [], {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, 7], *IDLE]
 )
 async def test_a_row_without_tests_raises_a_reward_error(tests: Any):
-    with pytest.raises(RewardError, match=r"code needs tests|must be assert statements in Python"):
+    with pytest.raises(RewardError, match="code needs tests"):
         await judge("print(1)", tests)
+
+
+CHECK = "def check(f, x=1):\n    if f(x) != x + 1:\n        raise ValueError\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{CHECK}result = check(f)",
+        f"{CHECK}_ = [check(f, x) for x in (1, 2)]",
+        f"{CHECK}def run(): check(f)\nlist(map(lambda _: run(), [1]))",
+        "class Test:\n    def test(self):\n        assert f(1) == 2\nTest().test()",
+        "def test_f():\n    assert f(1) == 2\n[each() for name, each in globals().items() if name == 'test_f']",
+        "import unittest\nunittest.TestCase().assertEqual(f(1), 2)",
+        "assert f(1) == 2\ndef test_more(): pass",
+        "f(1).real",
+        "def test_cases(): return [1, 2]\nfor each in test_cases(): f(each)",
+        "def check(f):\n    assert f(1) == 2\nclass Other:\n    def check(self): pass\ncheck(f)",
+    ],
+)
+def test_a_text_whose_assertions_run_is_a_test(text: str):
+    assert code._tests(text, 9) == [{"assertions": text}]
+    assert code._tests(["import math", text], 9) == [{"assertions": text}]
+
+
+async def test_one_broken_test_of_several_fails_and_those_behind_the_last_are_not_read():
+    right = "assert f(1) == 2"
+    assert (await judge("def f(x): return x + 1", [right, "assert f(1", right], partial=True)).score == 2 / 3
+    tests = [right, "def test_f():\n    assert f(1) == 2"]
+    assert (await judge("def f(x): return x + 1", tests, most_tests=1)).score == 1.0
 
 
 @pytest.mark.parametrize("arguments", ["hello", "1\n{", "[" * 100_000, "1" * 5000])
@@ -166,8 +201,24 @@ async def test_a_program_that_explodes_when_it_is_compiled_fails_in_a_sandbox():
     lines = [f"{' ' * depth}{line}" for depth in range(24) for line in ("try: pass", "finally:")]
     program = "\n".join([*lines, f"{' ' * 24}pass", "print(2)"])
     verdict = await judge(program, DOUBLE, deadline_s=1.0)
-    assert verdict == Verdict(score=0.0, parts={"passed": 0.0, "compiles": 0.0, "deadlines": 0.0})
-    assert (await judge("print(2", DOUBLE)).parts["compiles"] == 0.0
+    assert (verdict.score, verdict.parts["compiles"]) == (0.0, 0.0)
+    broken = await judge("print(2", DOUBLE)
+    assert broken == Verdict(score=0.0, parts={"passed": 0.0, "compiles": 0.0, "deadlines": 0.0})
+
+
+async def test_a_program_that_passes_a_test_is_not_compiled_once_more(monkeypatch: pytest.MonkeyPatch):
+    ran: list[str] = []
+
+    async def once(sandboxes: Any, program: str, *_: Any) -> ProgramEnd:
+        ran.append(program)
+        late = program == code._COMPILE
+        return ProgramEnd(how="deadline" if late else "exited", code=0, output=b"2")
+
+    monkeypatch.setattr(code, "_run_once", once)
+    assert (await judge("print(2)", {"inputs": ["1"], "outputs": ["2"]})).score == 1.0
+    assert ran == ["print(2)"]
+    late = await judge("print(2)", {"inputs": ["1"], "outputs": ["3"]})
+    assert late == Verdict(score=0.0, parts={"passed": 0.0, "compiles": 0.0, "deadlines": 1.0})
 
 
 async def test_a_program_killed_from_outside_runs_again(monkeypatch: pytest.MonkeyPatch):

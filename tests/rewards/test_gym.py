@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("reasoning_gym")
 
 import reasoning_gym
+import sympy
 
 from asyncrl.rewards import gym
 from asyncrl.rewards.match import reasoning_gym_score as compute_score
@@ -51,12 +52,27 @@ def test_no_answer_is_executed(tmp_path: Path):
     assert score_of("simple_integration", "Integral(RIGHT, x)") == 0.0
 
 
+def test_no_answer_makes_what_equals_all_else():
+    assert score_of("polynomial_multiplication", "Function('f', (Function,), {'__eq__': Tuple})(1)") == 0.0
+
+
+def test_the_numbers_of_an_answer_are_those_that_it_computes_with():
+    for name in ("countdown", "puzzle24"):
+        entry = reasoning_gym.create_dataset(name, size=1, seed=3)[0]
+        wanted = entry["metadata"].get("target", 24)
+        numbers = " + ".join(str(number) for number in entry["metadata"]["numbers"])
+        for answer in (f"E / E * {'+'.join(['cos(pi - pi)'] * wanted)} # {numbers}", f"sin(pi) * ({numbers}) + E / E"):
+            assert compute_score(f"x/{name}", answer, None, {"entry": entry}, tag="") < 0.1
+        assert compute_score(f"x/{name}", entry["answer"], None, {"entry": entry}, tag="") == 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "score"),
     [
         ("countdown", "RIGHT", 1.0),
         ("simple_integration", "RIGHT", 1.0),
         ("simple_integration", "RIGHT + sqrt(2) * log(abs(3)) - 5!", 1.0),
+        ("simple_integration", "RIGHT + S(1)/3 * pow(pi, 2) + Rational(1, 3) - 0.2[1] + 1.5j + f(C)", 1.0),
         ("polynomial_multiplication", "RIGHT", 1.0),
         ("bitwise_arithmetic", "RIGHT", 1.0),
         ("number_sorting", "RIGHT", 1.0),
@@ -73,8 +89,22 @@ def test_lists_are_data():
 
 @pytest.mark.parametrize("source", ["(1).real", "f'{1}'", "[1][0]", "x", "print()", "lambda: 1", "1 if 1 else 2"])
 def test_what_is_not_data_is_refused(source: str):
+    for names in (None, {"x": object(), "print": print}):
+        with pytest.raises(ValueError, match="an answer"):
+            gym.evaluate(source, names)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "[x]", "True", "'x'", "not x", "x | x", "x @ x", "sin", "sin('x')", "sin(*x)", "sin(x, evaluate=0)", "Id(x)",
+        "Tuple(x)", "Derivative(x, x)", "Symbol('x y')", "Function('f')", "Function('f', x)", "Function('f')(x)(x)",
+        "Piecewise(x)", "polarify(x)", "Rational(1, 1, 2)",
+    ],
+)  # fmt: skip
+def test_what_is_no_arithmetic_is_refused(source: str):
     with pytest.raises(ValueError, match="an answer"):
-        gym.evaluate(source, {"x": object(), "print": print})
+        gym.evaluate(source, {**vars(sympy), "x": sympy.Symbol("x")})
 
 
 @pytest.mark.parametrize(
@@ -96,9 +126,18 @@ def test_a_wrong_entry_raises():
         compute_score("x/n_queens", "1", "", {"entry": {"answer": "1"}}, tag="")
 
 
-def test_a_scorer_killed_from_outside_ends_its_process_likewise(monkeypatch: pytest.MonkeyPatch):
+def test_a_scorer_that_ends_by_no_answer_ends_its_process_likewise(monkeypatch: pytest.MonkeyPatch):
     ended: list[tuple[int, int]] = []
     monkeypatch.setattr(gym, "_limited", lambda *_: signal.raise_signal(signal.SIGKILL))
     monkeypatch.setattr(gym.os, "kill", lambda *given: ended.append(given))
     score_of("leg_counting", "1")
-    assert ended == [(os.getpid(), signal.SIGKILL)]
+    monkeypatch.setattr(gym, "_limited", lambda *_: object())  # which is no JSON
+    score_of("leg_counting", "1")
+    monkeypatch.setattr(gym.os, "fork", no_fork)
+    with pytest.raises(BlockingIOError):
+        score_of("leg_counting", "1")
+    assert ended == [(os.getpid(), signal.SIGKILL)] * 3
+
+
+def no_fork() -> int:
+    raise BlockingIOError

@@ -95,9 +95,14 @@ def test_a_row_without_a_ground_truth_raises():
     for truth in (None, []):
         with pytest.raises(ValueError, match="exact needs a ground truth"):
             exact("None", truth)
-    for truth in (None, "forty", "####"):
+    for truth in (None, [], "", "####"):
         with pytest.raises(ValueError, match="gsm8k needs a number as ground truth"):
             gsm8k("#### 4", truth)
+
+
+@pytest.mark.parametrize("truth", ["#### 1/2", "#### $5", "10%", "forty"])
+def test_no_answer_equals_a_text_that_is_no_number(truth: str):
+    assert gsm8k("#### 1", truth) == 0
 
 
 def test_numbers_of_gsm8k_may_have_commas():

@@ -100,6 +100,7 @@ def test_check_refuses_unknown_rules_and_options(reward: Any, rewards: dict[str,
     [
         ("exact", True),
         ("math", False),
+        ("reasoning_gym", False),
         ("none", True),
         (SHOUT, False),
         (LENGTH, False),

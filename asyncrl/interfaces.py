@@ -725,7 +725,8 @@ class GroupSummary:
         environment: the task's ``environment``, where several are mixed; quotas are by this name.
         reward_parts: components of the rewards, by name; one number per row that has the component.
         turn_rewards: for each row, the reward of each of its turns.
-        turn_anchors: for each row and turn, a hash of the environment's messages before it: the state that it began in.
+        turn_anchors: for each row and turn, a hash of the state that it began in: of the environment's messages before
+            it, or without any of all that it saw.
         turn_parents: for each row, the turn that each turn continues (-1: none); empty for lines.
     """
 
@@ -938,7 +939,10 @@ class ReplayBuffer(Protocol):
 
 @runtime_checkable
 class OutOfProcessReplayBuffer(ReplayBuffer, Protocol):
-    """Optional capability: the buffer runs in a worker of its own. Calls are executed there later, in order."""
+    """Optional capability: the buffer runs in a worker of its own.
+
+    Calls are executed there later, in order, but for one whose rows are still being made: later ones overtake it.
+    """
 
     def worker(self) -> tuple[type[Any], Any]:
         """Return the worker's class and the one argument of its constructor."""

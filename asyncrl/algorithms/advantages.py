@@ -458,7 +458,7 @@ class AdvantageEstimator:
         turn_rewards    [K] float32   of all turns, row after row: its reward; the last of a row, or every one of a
                                       tree that none continues, has what no turn earned, too
         turn_rows       [K] int64     row of each turn
-        turn_anchors    [K] int64     within a group equal for turns that begin after the same words
+        turn_anchors    [K] int64     within a group equal for turns that begin in the same state
         turn_parents    [K] int64     turn that each continues, by its place among all; -1: none
 
         token_rewards   [T] float32   of all sampled tokens, row after row: rewards at the ends of their turns

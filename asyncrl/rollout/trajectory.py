@@ -179,21 +179,27 @@ class Trajectory:
 
     @property
     def turn_anchors(self) -> tuple[int, ...]:
-        """For each turn a hash of the environment's tokens just before it, or of all tokens if it has none: 63 bits."""
-        begins = [0, *(turn.end for turn in self.turns)]
-        begins = [begin if begin < turn.start else 0 for begin, turn in zip(begins, self.turns, strict=False)]
-        contexts = [self.token_ids[begin : turn.start] for begin, turn in zip(begins, self.turns, strict=True)]
-        return tuple(_fingerprint(each) for each in contexts)
+        """For each turn a hash of the environment's tokens just before it, or of all it saw if it has none: 63 bits."""
+        anchors: list[int] = []
+        seen: list[blake2b] = []  # by each turn and those before it
+        begin = 0
+        for turn in self.turns:
+            parent = len(seen) - 1 if turn.parent is None else turn.parent
+            before = array("q", self.token_ids[begin : turn.start])
+            state = seen[parent].copy() if parent >= 0 else blake2b(digest_size=8)
+            state.update(before)
+            anchor = blake2b(before, digest_size=8) if before else state
+            anchors.append(int.from_bytes(anchor.digest(), "little") >> 1)
+            state.update(array("q", self.token_ids[turn.start : turn.end]))
+            seen.append(state)
+            begin = turn.end
+        return tuple(anchors)
 
     @property
     def version_tokens(self) -> dict[int, int]:
         """How many tokens were sampled under each weight version, oldest first."""
         counts = Counter(v for v, mine in zip(self.weight_versions, self.loss_mask, strict=True) if mine)
         return dict(sorted(counts.items()))
-
-
-def _fingerprint(token_ids: Sequence[int]) -> int:
-    return int.from_bytes(blake2b(array("q", token_ids).tobytes(), digest_size=8).digest(), "little") >> 1
 
 
 def trajectories_to_batch(trajectories: Sequence[Trajectory], *, group_id: int) -> DataProto:

@@ -64,13 +64,19 @@ class SandboxServer:
     @asynccontextmanager
     async def serving(self, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str, None]:
         """Serve inside the block; yield the address."""
+        files, needed = _FILES_OF_A_SANDBOX * self._most, 2 * self._most  # an owner's, and one that waits for its place
+        connections = allow_connections(max(_CONNECTIONS, needed) + files) - files
+        if connections < needed:
+            raise ConfigError(
+                f"most is {self._most}, for which this process may not open enough files",
+                path="most",
+                remedy=f"raise `ulimit -n` to {files + needed + 512}, or give a lower --most",
+            )
         app = web.Application(middlewares=[self._guard], client_max_size=4 * self._limits.file_bytes)
         app.router.add_post("/sandboxes", self._create)
         app.router.add_post("/sandboxes/{id}/exec", self._exec)
         app.router.add_post("/sandboxes/{id}/reset", self._reset)
         app.router.add_delete("/sandboxes/{id}", self._destroy)
-        files = _FILES_OF_A_SANDBOX * self._most
-        connections = min(_CONNECTIONS, max(self._most, allow_connections(_CONNECTIONS + files) - files))
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, keepalive_timeout=_IDLE_S, shutdown_timeout=1.0
         )

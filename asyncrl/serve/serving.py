@@ -383,7 +383,7 @@ def _sink(options: ServingOptions) -> GroupedSink | None:
     if capture is None:
         return None
     sink = FolderSink(Path(capture)) if isinstance(capture, str | Path) else BufferSink(capture)
-    return GroupedSink(sink, tokens=limits.captured_tokens, idle_s=limits.session_idle_s)
+    return GroupedSink(sink, tokens=limits.captured_tokens // 2, idle_s=limits.session_idle_s)
 
 
 def _short_name(model: str) -> str:

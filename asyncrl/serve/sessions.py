@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import logging
 import math
+import pickle
 import time
 from array import array
 from collections import Counter, OrderedDict, defaultdict
@@ -456,18 +457,24 @@ class BufferSink:
 
 @dataclass(slots=True)
 class _Group:
-    """Rewarded sessions that wait for the other members of their group, and when the last one was added."""
+    """Rewarded sessions that wait for the other members of their group, and when the last one was added.
 
-    members: list[Sequence[Trajectory]] = field(default_factory=list[Sequence[Trajectory]])
+    ``members`` are pickled, 18 bytes a token instead of 100. ``reserved`` tokens are expected of all members.
+    """
+
+    members: list[bytes] = field(default_factory=list[bytes])
+    tokens: int = 0
+    reserved: int = 0
     touched_s: float = 0.0
 
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        return [each for member in self.members for each in member]
+    def add(self, trajectories: Sequence[Trajectory], *, size: int) -> None:
+        tokens = sum(len(each.token_ids) for each in trajectories)
+        self.members.append(pickle.dumps(trajectories))
+        self.tokens += tokens
+        self.reserved = max(self.tokens, self.reserved or size * tokens)
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(each.token_ids) for each in self.trajectories)
+    def trajectories(self) -> list[Trajectory]:
+        return [each for member in self.members for each in pickle.loads(member)]  # noqa: S301  our own
 
 
 def _named(holder: str, group: str) -> str:
@@ -478,9 +485,12 @@ class GroupedSink:
     """Collects sessions that name the same group until the group has its size; stores other sessions at once.
 
     ``sink`` stores whole groups. An incomplete group is stored as it is: ``idle_s`` (an hour) after its last member,
-    and when this is closed. ``groups`` and ``tokens`` (which take five times the memory of a session's) bound the
-    incomplete groups, and the tokens that they hold; where ``several_keys`` are served, one has at most half of either.
-    A group begins only where less than a quarter of those tokens is held: the rest is for groups that have begun.
+    and when this is closed.
+
+    A group reserves room when it begins: its size times the tokens of its first member, or what it holds if that is
+    more. One may begin only while there are fewer than ``groups``, with less than ``tokens`` reserved; where
+    ``several_keys`` are served, one has half of either, and counts for no more. A member of a group that has begun is
+    never refused; if twice ``tokens`` are held, its group is stored as it is.
     """
 
     def __init__(
@@ -488,7 +498,7 @@ class GroupedSink:
         sink: TrajectorySink,
         *,
         groups: int = 65_536,
-        tokens: int = 1 << 26,
+        tokens: int = 1 << 25,
         idle_s: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -498,16 +508,20 @@ class GroupedSink:
         self._idle_s = idle_s
         self._clock = clock
         self._incomplete: dict[tuple[str, str], _Group] = {}  # by holder and name
-        self._count_by_holder: Counter[str] = Counter()
-        self._tokens_by_holder: Counter[str] = Counter()
+        self._groups: Counter[str] = Counter()  # by holder, as the next two
+        self._tokens: Counter[str] = Counter()
+        self._reserved: Counter[str] = Counter()
         self._storing: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self.several_keys = False
-        self.tokens = 0
 
     @property
     def incomplete(self) -> int:
         return len(self._incomplete)
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens.total()
 
     async def put(self, trajectories: Sequence[Trajectory], *, group: str = "", holder: str = "", size: int = 1) -> str:
         """Store the trajectories of one session, as a member of ``group`` if it has a name; return where they are.
@@ -516,7 +530,7 @@ class GroupedSink:
         group still wait.
 
         Raises:
-            APIError: there is no room for more incomplete groups.
+            APIError: there is no room for another incomplete group.
             InvalidDataError: nothing was sampled in any of the sessions.
             OSError: a folder cannot be written.
             DeadlineError, BufferClosedError: a buffer has had no room in time, or is closed.
@@ -524,16 +538,19 @@ class GroupedSink:
         if not group:
             return await self._sink.put(trajectories)
         members = len(self._incomplete.get((holder, group), _Group()).members) + 1
-        if members < size:
-            self._check_room(holder, begins=members == 1)
+        if members == 1 < size:
+            self._check_room(holder)
+        full = max(self.tokens, self._shares * self._tokens[holder]) >= 2 * self._max_tokens
         waiting = self._take(holder, group)
-        if members < size:
-            waiting.members.append(trajectories)
+        if members < size and not full:
+            waiting.add(trajectories, size=size)
             waiting.touched_s = self._clock()
             self._put_back(holder, group, waiting)
             return f"group {group}: {members} of {size}"
+        if members < size:
+            _log.warning("%s is stored with %d of %d members: too much waits", _named(holder, group), members, size)
         try:
-            return await self._sink.put([*waiting.trajectories, *trajectories])
+            return await self._sink.put([*await asyncio.to_thread(waiting.trajectories), *trajectories])
         except BaseException:
             waiting.touched_s = self._clock()  # this member comes again
             self._put_back(holder, group, waiting)
@@ -571,7 +588,7 @@ class GroupedSink:
             group = self._take(holder, name)
             what = _named(holder, name)
             try:
-                kept = await self._sink.put(group.trajectories)
+                kept = await self._sink.put(await asyncio.to_thread(group.trajectories))
                 _log.warning("incomplete %s is stored with %d members (%s)", what, len(group.members), kept)
             except BaseException as error:
                 group.touched_s = self._clock()
@@ -580,41 +597,49 @@ class GroupedSink:
                     raise
                 _log.warning("%s could not be stored and still waits: %s", what, error)
 
-    def _check_room(self, holder: str, *, begins: bool) -> None:
-        """Raise an API error if a group of ``holder`` may not have one more member, or may not begin."""
-        keys = 2 if self.several_keys else 1
-        remedy = f"complete some; one that gets no member for {self._idle_s:g} s is stored as it is"
-        groups, tokens = len(self._incomplete), self.tokens
-        if (begins and groups >= self._max_groups) or tokens >= self._max_tokens:
-            held = f"{groups} incomplete groups with {tokens} tokens"
-            raise APIError(503, f"{held} are held, no more fit: {remedy}", retry_after_s=30)
-        groups, tokens = self._count_by_holder[holder], self._tokens_by_holder[holder]
-        room = self._max_tokens // keys // (4 if begins else 1)
-        if (begins and groups >= self._max_groups // keys) or tokens >= room:
-            held = f"{groups} incomplete groups with {tokens} tokens"
-            raise APIError(429, f"this key has {held}, no more fit: {remedy}", retry_after_s=30)
+    @property
+    def _shares(self) -> int:
+        """How many times the share of one key fits into the room."""
+        return 2 if self.several_keys else 1
+
+    def _check_room(self, holder: str) -> None:
+        """Raise an API error if a group of ``holder`` may not begin."""
+        most = self._max_tokens // self._shares
+        reserved = sum(min(each, most) for each in self._reserved.values())
+        for status, who, groups, tokens, shares in (
+            (429, "this key has", self._groups[holder], self._reserved[holder], self._shares),
+            (503, "all keys have", self.incomplete, reserved, 1),
+        ):
+            if groups >= self._max_groups // shares or tokens >= self._max_tokens // shares:
+                raise APIError(
+                    status,
+                    f"{who} {groups} incomplete groups, with room reserved for {tokens} tokens; no more may begin: "
+                    f"complete some; one that gets no member for {self._idle_s:g} s is stored as it is",
+                    retry_after_s=30,
+                )
 
     def _take(self, holder: str, name: str) -> _Group:
         group = self._incomplete.pop((holder, name), None)
         if group is None:
             return _Group()
-        self._count(holder, groups=-1, tokens=-group.tokens)
+        self._count(holder, group, sign=-1)
         return group
 
     def _put_back(self, holder: str, name: str, group: _Group) -> None:
         later = self._take(holder, name)
         group.members += later.members
+        group.tokens += later.tokens
+        group.reserved = max(group.tokens, group.reserved, later.reserved)
         group.touched_s = max(group.touched_s, later.touched_s)
         if not group.members:
             return
         self._incomplete[holder, name] = group
-        self._count(holder, groups=1, tokens=group.tokens)
+        self._count(holder, group, sign=1)
         if self._storing is None or self._storing.done():
             self._storing = asyncio.create_task(self._store_idle(), name="incomplete groups")
 
-    def _count(self, holder: str, *, groups: int, tokens: int) -> None:
-        self.tokens += tokens
-        for counts, more in ((self._count_by_holder, groups), (self._tokens_by_holder, tokens)):
-            counts[holder] += more
+    def _count(self, holder: str, group: _Group, *, sign: int) -> None:
+        for counts, count in ((self._groups, 1), (self._tokens, group.tokens), (self._reserved, group.reserved)):
+            counts[holder] += sign * count
             if not counts[holder]:
                 del counts[holder]

@@ -150,7 +150,7 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
     def answer(choice: Choice) -> SGLangAnswer:
         return SGLangAnswer(
             output_ids=choice.token_ids,
-            meta_info=_meta_info(call, body, ids, choice, sampling, given),
+            meta_info=_meta_info(call, body, ids, choice, sampling),
             text=choice.text if text is not None else UNSET,
         )
 
@@ -209,15 +209,14 @@ def _meta_info(
     prompt: tuple[int, ...],
     choice: Choice,
     sampling: SamplingParams,
-    given: SGLangSampling,
 ) -> MetaInfo:
     version = choice.versions[-1] if choice.versions else call.state.pool.weight_version
     reason: EndReason | None = None
     if choice.finish_reason == "stop":
         reason = EndReason(type="stop", matched=choice.stop_string or next(reversed(choice.token_ids), None))
     elif choice.finish_reason is not None:
-        length = sampling.max_new_tokens if given.max_new_tokens != 0 else 0
-        reason = EndReason(type=choice.finish_reason, length=length if choice.finish_reason == "length" else None)
+        length = len(choice.token_ids) if choice.finish_reason == "length" else None  # whatever bound it was
+        reason = EndReason(type=choice.finish_reason, length=length)
     info = MetaInfo(
         id=body.rid or call.id,
         finish_reason=reason,

@@ -244,16 +244,20 @@ def save_trainer(folder: Path, snapshot: Snapshot, ranks: RankGroup, *, files: D
         raise
 
 
-def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedOptimizer, ranks: RankGroup) -> dict[str, int]:
+def load_trainer(
+    folder: Path, model: PolicyModel, optimizer: ShardedOptimizer, ranks: RankGroup, *, checked: Callable[[], None]
+) -> dict[str, int]:
     """Restore what :func:`save_trainer` wrote, at any mesh, and return the counters. Collective; ranks share the check.
+
+    ``checked`` is called before anything is changed.
 
     Raises:
         CheckpointError: the folder is missing, damaged or of another model (:class:`~asyncrl.errors.EngineError` on
-            other ranks); nothing has been changed then, unless a file that was whole cannot be read again.
+            other ranks); after ``checked`` a file that was whole could not be read again.
     """
     parameters, described = dict(model.parameters_by_name()), model.described()
 
-    def checked() -> tuple[dict[str, Any], SavedTensors, _Moments]:
+    def check() -> tuple[dict[str, Any], SavedTensors, _Moments]:
         verify_folder(folder, part=ranks.rank, parts=ranks.world_size)
         state = _read_state(folder / _STATE, model)
         if (there := state.get("optimizer", "adamw")) != optimizer.name:
@@ -268,8 +272,9 @@ def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedOptimizer, 
         saved.check(specs, moments_elsewhere=described.keys() - parameters.keys())
         return state, saved, moments
 
-    state, saved, moments = ranks.call_together(checked, doing="load", catch=CheckpointError)
+    state, saved, moments = ranks.call_together(check, doing="load", catch=CheckpointError)
 
+    checked()
     model.free_gathered()
     optimizer.discard_gradients()
     targets = {name: (local_shard(tensor), place_of_shard(tensor)) for name, tensor in model.tensors_by_name()}

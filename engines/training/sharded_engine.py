@@ -135,7 +135,7 @@ class ShardedEngine(Generic[ModelT]):
         self._saved_seed = self.seed
         self._updates = 0
         self._optimizer_steps = 0
-        self._closed = self._asleep = False
+        self._closed = self._asleep = self._half_loaded = False
         self._ranks = RankGroup(
             rank=self.rank,
             world_size=self.world_size,
@@ -242,10 +242,15 @@ class ShardedEngine(Generic[ModelT]):
         """Restore what :meth:`save` wrote, at any mesh. At the same one training continues bit for bit.
 
         Hyperparameters are this engine's; only the seed is that of the engine that saved. Nothing has been changed when
-        it raises, unless a file that was whole could not be read again.
+        it raises, unless a file that was whole could not be read again: then the engine can only load, or close.
         """
-        self._check_open()
-        counters = load_trainer(Path(folder), self._model, self._optimizer, self._ranks)
+        self._check_awake()
+
+        def checked() -> None:
+            self._half_loaded = True
+
+        counters = load_trainer(Path(folder), self._model, self._optimizer, self._ranks, checked=checked)
+        self._half_loaded = False
         self._updates = counters["updates"]
         self._optimizer_steps = counters["optimizer_steps"]
         self._saved_seed = counters["seed"]
@@ -406,6 +411,11 @@ class ShardedEngine(Generic[ModelT]):
         return (self._saved_seed << 40) + (self._updates << 10) + number
 
     def _check_open(self) -> None:
+        self._check_awake()
+        if self._half_loaded:
+            raise EngineError("the weights are a mixture, since a checkpoint could not be read: load() one that can")
+
+    def _check_awake(self) -> None:
         if self._closed:
             raise EngineClosedError("the training engine is closed")
         if self._asleep:

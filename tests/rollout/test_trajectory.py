@@ -143,3 +143,19 @@ def test_turns_begin_alike_where_the_environment_said_the_same() -> None:
     other = trajectory(token_ids=(1, 2, 3, 4, 6, 9))
     assert (other.turn_anchors[0], other.turn_anchors[1]) == (first.turn_anchors[0], other.turn_anchors[1])
     assert other.turn_anchors[1] != first.turn_anchors[1]
+
+
+def test_turns_of_a_tree_begin_alike_where_the_model_saw_the_same() -> None:
+    def turn(start: int, end: int, parent: int) -> Turn:
+        return Turn(start=start, end=end, finish_reason="stop", message={"role": "assistant"}, parent=parent)
+
+    ids = (1, 2, 3, 4, 5, 9, 6)  # after 1 2 3 come 4 and 5, and after 9 comes 6
+    turns = (turn(1, 3, -1), turn(3, 4, 0), turn(4, 5, 0), turn(6, 7, 0))
+    columns = {"loss_mask": (False,) * 7, "behaviour_log_probs": (0.0,) * 7, "weight_versions": (-1,) * 7}
+    first, *siblings, last = trajectory(token_ids=ids, turns=turns, **columns).turn_anchors
+    assert siblings[0] == siblings[1]
+    assert len({first, siblings[0], last}) == 3
+    turns = (turn(1, 2, -1), turn(2, 3, 0), turn(3, 4, 1), turn(4, 5, -1), turn(5, 7, 2))
+    in_pieces = trajectory(token_ids=ids, turns=turns, **columns).turn_anchors
+    assert in_pieces[2] == siblings[0]  # however what it saw came to be
+    assert in_pieces[1] != in_pieces[3]

@@ -347,15 +347,25 @@ async def test_connections_to_a_server_are_bounded_and_end_when_they_are_idle(
 ):
     if bound == "of the server":
         monkeypatch.setattr("asyncrl.serve.sandboxes._CONNECTIONS", 1)
-    else:  # 512 for whatever a process has open, 8 for the sandbox
-        monkeypatch.setattr(resource, "getrlimit", lambda kind: (521, 521))
+    else:  # 512 for whatever a process has open, 8 for the sandbox, 2 for connections
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (522, 522))
         monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
     monkeypatch.setattr("asyncrl.serve.sandboxes._IDLE_S", 0.2)
     async with served(monkeypatch, most=1) as url, asyncio.timeout(20):
         port = int(url.rpartition(":")[2])
-        idle, writing = await asyncio.open_connection("127.0.0.1", port)
-        refused, other = await asyncio.open_connection("127.0.0.1", port)
-        assert (await refused.read()).startswith(b"HTTP/1.1 503")
-        assert await idle.read() == b""
-        for each in (writing, other):
-            each.close()
+        idle, other, refused = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        assert (await refused[0].read()).startswith(b"HTTP/1.1 503")
+        for reader, _ in (idle, other):
+            assert await reader.read() == b""
+        for _, writer in (idle, other, refused):
+            writer.close()
+
+
+async def test_a_server_that_may_open_too_few_files_for_its_sandboxes_does_not_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
+    with pytest.raises(ConfigError, match=r"most is 64, .*\nraise `ulimit -n` to 1152"):
+        async with served(monkeypatch, most=64):
+            pass
+    async with served(monkeypatch, most=51):
+        pass

@@ -293,21 +293,53 @@ async def test_incomplete_groups_are_stored_at_the_end(caplog):
     assert target.statistics().admitted == 1
 
 
-async def test_groups_begin_in_a_quarter_of_the_room_and_those_that_have_begun_go_on():
-    groups = GroupedSink(FailingSink(), tokens=12)
-    await groups.put([trajectory(0)], group="g", size=6)
-    with pytest.raises(APIError, match="1 incomplete groups with 3 tokens, no more fit"):
-        await groups.put([trajectory(2)], group="h", size=2)
-    for number in (1, 2, 3):
-        await groups.put([trajectory(number)], group="g", size=6)
-    with pytest.raises(APIError, match="1 incomplete groups with 12 tokens are held, no more fit: complete some"):
-        await groups.put([trajectory(4)], group="g", size=6)
-    assert await groups.put([trajectory(4)], group="g", size=5) == "kept"
-    await groups.put([trajectory(2, sampled=50)], group="h", size=2)  # however long a session is, it is stored
+async def test_groups_that_have_begun_are_completed_by_a_client_that_rewards_breadth_first():
+    sink = FailingSink()
+    groups = GroupedSink(sink, tokens=70)
+    for attempt in range(8):
+        for name in "abc":  # later members are longer than the first
+            await groups.put([trajectory(attempt, sampled=2 + attempt // 4)], group=name, size=8)
+        if attempt < 7:
+            with pytest.raises(APIError, match="this key has 3 incomplete groups, with room reserved"):
+                await groups.put([trajectory(0)], group="d", size=8)
+    assert sink.kept == [list(range(8))] * 3
+    assert (groups.incomplete, groups.tokens) == (0, 0)
+    await groups.put([trajectory(2, sampled=500)], group="h", size=2)  # however long a session is, it is stored
     await groups.close()
 
 
-@pytest.mark.parametrize("bound", [{"tokens": 48}, {"groups": 4}])
+async def test_a_group_is_stored_as_it_is_where_twice_the_room_is_held(caplog):
+    sink = FailingSink()
+    groups = GroupedSink(sink, tokens=12)
+    await groups.put([trajectory(0)], group="g", size=3)
+    await groups.put([trajectory(1, sampled=20)], group="g", size=4)
+    sink.error = OSError("full")
+    with pytest.raises(OSError, match="full"):
+        await groups.put([trajectory(2)], group="g", size=4)
+    assert (groups.incomplete, groups.tokens) == (1, 24)
+    sink.error = None
+    assert await groups.put([trajectory(2)], group="g", size=4) == "kept"
+    assert sink.kept == [[0, 1, 2]]
+    assert "group 'g' is stored with 3 of 4 members" in caplog.text
+
+
+async def test_one_key_leaves_the_others_half_of_the_room_however_large_its_groups_are():
+    groups = GroupedSink(FailingSink(), tokens=48)
+    groups.several_keys = True
+    await groups.put([trajectory(0)], group="a", holder="alice", size=4096)
+    for name in "ab":
+        await groups.put([trajectory(0)], group=name, holder="bob", size=3)
+    await groups.put([trajectory(0)], group="a", holder="carol", size=3)
+    with pytest.raises(
+        APIError, match="all keys have 4 incomplete groups, with room reserved for 51 tokens"
+    ) as refused:
+        await groups.put([trajectory(0)], group="b", holder="carol", size=3)
+    assert refused.value.status == 503
+    await groups.put([trajectory(0)], group="a", holder="carol", size=3)
+    await groups.close()
+
+
+@pytest.mark.parametrize("bound", [{"tokens": 24}, {"groups": 4}])
 async def test_one_key_has_half_of_the_room_for_incomplete_groups(bound):
     groups = GroupedSink(FailingSink(), **bound)
     for several_keys in (True, False):
@@ -315,7 +347,9 @@ async def test_one_key_has_half_of_the_room_for_incomplete_groups(bound):
         for name in "ab":
             await groups.put([trajectory(0)], group=name, holder="alice", size=2)
         if several_keys:
-            with pytest.raises(APIError, match="this key has 2 incomplete groups with 6 tokens") as refused:
+            with pytest.raises(
+                APIError, match="this key has 2 incomplete groups, with room reserved for 12 tokens"
+            ) as refused:
                 await groups.put([trajectory(0)], group="c", holder="alice", size=2)
             assert refused.value.status == 429
             await groups.put([trajectory(0)], group="c", holder="bob", size=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec import structs
 
 BODY = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8}}
 
@@ -32,6 +33,19 @@ async def test_tokens_in_tokens_and_log_probs_out(serve, text):
         assert served.engines[0].requests[-1].sampling.max_new_tokens == 128
         spelled = [entry[2] for entry in plain["meta_info"]["output_token_logprobs"]]
         assert "".join(spelled) == "it again<|end|>"
+
+
+async def test_an_answer_that_the_context_ends_has_the_length_that_it_has(serve):
+    async with serve(lambda prompt: [8, 9]) as served:
+        decode = served.engines[0]._decode
+
+        async def cut(request, running):
+            async for chunk in decode(request, running):
+                yield structs.replace(chunk, finish_reason=chunk.finish_reason and "length")
+
+        served.engines[0]._decode = cut
+        answer = await served.post("/generate", BODY)
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
 
 
 async def test_several_samples_are_a_list(serve):

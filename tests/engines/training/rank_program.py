@@ -326,6 +326,9 @@ def errors(rank: Rank) -> None:
     gone = CheckpointError("gone") if rank.rank == 1 else None
     with patch.object(SavedTensors, "read", side_effect=gone):
         attempt(lambda: failing.load(rank.folder / "whole"))
+    attempt(lambda: failing.export(rank.folder / "mixture"))
+    failing.load(rank.folder / "whole")
+    failing.export(rank.folder / "whole_again")
     failing.close()
     values = rank.value_engine()
     attempt(lambda: values.compare(batch if rank.rank == 0 else batch.with_columns(margins=torch.zeros(4))))

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from asyncrl.interfaces import MeteredTrainingEngine, TrainerUsage, TrainingEngi
 from asyncrl.io import DurableFiles
 from asyncrl.trainer.checkpoint import Checkpoints, DriverState, read_driver_state, step_of
 from asyncrl.trainer.workers import EngineGroup
+from engines.training.checkpoint import SavedTensors
 from engines.training.fsdp_engine import FSDPEngine, peak_tflops
 from engines.training.packing import assign_minibatches
 
@@ -455,6 +457,25 @@ def test_a_folder_that_cannot_be_written(engine: MakeEngine, tmp_path: Path) -> 
 
 
 # --------------------------------------------------------------------------------------------------------- life cycle
+
+
+def test_an_engine_that_is_half_loaded_can_only_load(
+    engine: MakeEngine, trajectories: Trajectories, a_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, batch = engine(), trajectories(LENGTHS)
+    policy.save(a_folder)
+    with pytest.raises(CheckpointError):
+        policy.load(a_folder / "nowhere")
+    policy.update(batch)  # nothing has been changed
+    with monkeypatch.context() as patch:
+        patch.setattr(SavedTensors, "read", Mock(side_effect=CheckpointError("gone")))
+        with pytest.raises(CheckpointError, match="gone"):
+            policy.load(a_folder)
+    for call in (lambda: policy.update(batch), policy.snapshot, policy.sleep):
+        with pytest.raises(EngineError, match="the weights are a mixture"):
+            call()
+    policy.load(a_folder)
+    policy.update(batch)
 
 
 def test_engines_share_a_process_and_leave_it_clean(engine: MakeEngine, trajectories: Trajectories) -> None:

@@ -23,9 +23,10 @@ import reasoning_gym
 import sympy
 from sympy.parsing import sympy_parser
 
+from asyncrl.sandboxes.contract import EXTERNAL_SIGNALS
+
 _CPU_S = 3
 _MEMORY_BYTES = 1 << 30
-_EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CONTAINERS = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load)
 _DATA = (*_CONTAINERS, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop)
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
@@ -78,7 +79,7 @@ def score(solution_str: str, entry: dict[str, Any], *, dataset: str, config: Map
     with open(reading, "rb") as pipe:  # noqa: PTH123  a descriptor
         text = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code > 0 or -code in _EXTERNAL_SIGNALS:
+    if code > 0 or -code in EXTERNAL_SIGNALS:
         # It was not the answer: the call is repeated in a new process.
         os.kill(os.getpid(), signal.SIGKILL if code > 0 else -code)
     reply = json.loads(text) if code == 0 else {"score": 0.0}

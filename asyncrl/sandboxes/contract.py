@@ -22,7 +22,8 @@ from typing import Literal, Protocol, TypeAlias
 from asyncrl.errors import ConfigError, SandboxError
 
 _LARGEST_COMMAND = 96 << 10
-_EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that may come from outside; a program itself causes the others."""
 _WRITE = """
 case $1 in */*)
     mkdir -p -- "${1%/*}/" && cd -P . && cd -- "${1%/*}/" || exit
@@ -110,8 +111,8 @@ class ProgramEnd:
 
     @property
     def killed_from_outside(self) -> bool:
-        """Whether it died by a signal that may come from outside; the program itself causes the others."""
-        return self.how == "killed" and self.code in _EXTERNAL_SIGNALS
+        """Whether it died by one of :data:`EXTERNAL_SIGNALS`."""
+        return self.how == "killed" and self.code in EXTERNAL_SIGNALS
 
     @property
     def stdout(self) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.envs.sandbox import SandboxFactory, answer_text
 from asyncrl.errors import ConfigError, EnvironmentFailure, SandboxError
-from asyncrl.interfaces import EnvironmentWait, Message, Step, Tool
+from asyncrl.interfaces import EnvironmentWait, Message, Step, Task, Tool
 from asyncrl.rollout.episode import replay_episode
 from asyncrl.sandboxes.contract import ProgramEnd, SandboxLimits
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
@@ -63,14 +63,20 @@ async def test_a_coding_agent_changes_files_until_the_tests_pass(tmp_path: Path)
     await made.aclose()
 
 
+async def earned(made: SandboxFactory, task: Task, command: str) -> float:
+    """Play an episode in which the policy runs one command, and return its reward."""
+    environment = made.make()
+    await environment.reset(task)
+    await environment.step(call("bash", command=command))
+    step = await environment.step({"role": "assistant", "content": "done"})
+    assert step.done
+    await environment.close()
+    return step.reward
+
+
 async def test_a_policy_that_leaves_no_room_for_the_tests_fails_them(tmp_path: Path):
     made = factory(tmp_path)
-    environment = made.make()
-    await environment.reset(made.task(0, split="train"))
-    await environment.step(call("bash", command="mkdir test.py; chmod 0 ."))
-    step = await environment.step({"role": "assistant", "content": "done"})
-    assert (step.done, step.reward) == (True, 0.0)
-    await environment.close()
+    assert await earned(made, made.task(0, split="train"), "mkdir test.py; chmod 0 .") == 0.0
     await made.aclose()
 
 
@@ -95,12 +101,7 @@ async def test_a_check_has_the_policys_home_and_reads_no_settings_from_it(
     made = factory(tmp_path)
     task = made.task(0, split="train")
     task["extra_info"] = {"check": check}
-    environment = made.make()
-    await environment.reset(task)
-    await environment.step(call("bash", command=command))
-    step = await environment.step({"role": "assistant", "content": "done"})
-    assert (step.done, step.reward) == (True, reward)
-    await environment.close()
+    assert await earned(made, task, command) == reward
     await made.aclose()
 
 
@@ -119,12 +120,7 @@ async def test_a_link_in_the_place_of_a_test_earns_nothing(tmp_path: Path, forge
     program = "assert open('out').read() == open('tests/expected').read()"
     task["extra_info"]["tests"] = {"tests/expected": "4\n", "test.py": program}
     for command, reward in (("echo 4 > out", 1.0), (forgery, 0.0)):
-        environment = made.make()
-        await environment.reset(task)
-        await environment.step(call("bash", command=command))
-        step = await environment.step({"role": "assistant", "content": "done"})
-        assert (step.done, step.reward) == (True, reward)
-        await environment.close()
+        assert await earned(made, task, command) == reward
     await made.aclose()
 
 

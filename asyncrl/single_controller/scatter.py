@@ -214,7 +214,7 @@ def _copied(leaf: Any) -> Any:
             return torch.nn.Parameter(copy, leaf.requires_grad)
         return copy.requires_grad_(leaf.requires_grad)
     if isinstance(leaf, np.ndarray):
-        return leaf.copy()
+        return cast("np.ndarray[Any, Any]", leaf).copy()
     return leaf.own() if isinstance(leaf, Encoded) else leaf
 
 

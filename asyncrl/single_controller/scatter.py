@@ -209,12 +209,12 @@ def _copied(leaf: Any) -> Any:
     if isinstance(leaf, DataProto):
         return leaf.clone()
     if isinstance(leaf, torch.Tensor):
-        copy = leaf.detach().clone()
+        copied = leaf.detach().clone()
         if isinstance(leaf, torch.nn.Parameter):  # of which `detach` makes a plain tensor
-            return torch.nn.Parameter(copy, leaf.requires_grad)
-        return copy.requires_grad_(leaf.requires_grad)
+            return torch.nn.Parameter(copied, leaf.requires_grad)
+        return copied.requires_grad_(leaf.requires_grad)
     if isinstance(leaf, np.ndarray):
-        return cast("np.ndarray[Any, Any]", leaf).copy()
+        return leaf.copy()  # pyright: ignore[reportUnknownVariableType]  of any elements
     return leaf.own() if isinstance(leaf, Encoded) else leaf
 
 

@@ -305,7 +305,7 @@ def test_a_recorded_group_that_was_used_before_ends_the_run_with_the_failure_of_
 def test_half_a_character_in_what_failed_does_not_keep_a_checkpoint_from_being_written(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("ERROR", logger="asyncrl.trainer.journal")  # pytest-xdist cannot send half a character in its report
+    caplog.set_level("ERROR", logger="asyncrl.trainer.journal")  # in a report, half a character ends xdist
     made, parts = driver(max_staleness=0)
     parts.journal.count_failures({"ValueError": {"count": 1, "example": "cannot use \ud83d"}})
     balance = made.balance(generated=0, in_flight=0)

@@ -16,6 +16,7 @@ import asyncrl
 from asyncrl.cli import serving
 from asyncrl.cli.main import main
 from asyncrl.interfaces import SamplingParams
+from asyncrl.runtime import Terminated
 from asyncrl.serve.control_client import ControlClient
 from asyncrl.serve.server import Binding
 from engines.training.scratch import make
@@ -85,7 +86,10 @@ async def test_a_second_ctrl_c_ends_a_join_that_waits_for_its_replicas(monkeypat
     assert node.over.is_set()
 
 
-async def test_a_ctrl_c_ends_a_join_that_has_not_joined_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "ending"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+async def test_a_signal_ends_a_join_that_has_not_joined_yet(
+    monkeypatch: pytest.MonkeyPatch, number: int, ending: type[BaseException]
+) -> None:
     pool = Pool()
     starting = asyncio.Event()
 
@@ -95,11 +99,15 @@ async def test_a_ctrl_c_ends_a_join_that_has_not_joined_yet(monkeypatch: pytest.
         raise AssertionError
 
     monkeypatch.setattr(serving, "_start_node", start_node)
-    joining = asyncio.ensure_future(serving._join(cast("Any", pool), replicas=2, cpus=1.0))
+
+    async def join() -> None:
+        with pytest.raises(ending):
+            await serving._join(cast("Any", pool), replicas=2, cpus=1.0)
+
+    joining = asyncio.ensure_future(join())
     await starting.wait()
-    os.kill(os.getpid(), signal.SIGINT)
-    await asyncio.wait([joining])
-    assert joining.cancelled()
+    os.kill(os.getpid(), number)
+    await joining
 
 
 def demonstration(number: int) -> list[dict[str, str]]:

@@ -136,11 +136,24 @@ def test_weights_gradients_and_moments_are_divided_by_the_mesh(model_folder: Cal
     assert part.host == part.weights + part.moments
 
 
+def test_stages_have_their_layers_and_what_they_hold(model_folder: Callable[..., str]) -> None:
+    """The first of two ranks has the embeddings and holds two micro-batches; the last has the head, and holds one."""
+    folder = model_folder("llama", tied=False, vocab_size=64, num_hidden_layers=8)
+    whole, halves = (
+        plan_memory(folder, shape=MeshShape(pp=pp), max_tokens=512, row_tokens=16, extras="none") for pp in (1, 2)
+    )
+    layer, embeddings = 32 * 96 + 3 * 32 * 48 + 2 * 32, 64 * 32
+    assert whole.gradients == 4 * (8 * layer + 2 * embeddings + 32)
+    assert halves.gradients == 4 * (4 * layer + embeddings)  # those of the first, which needs most
+    received = 8 * 2 * 512 * 32 * 4  # gradients of states, of eight micro-batches for each rank
+    assert halves.activations == pytest.approx(whole.activations + received, rel=0.1)
+
+
 def test_what_cannot_be_planned_is_refused(model_folder: Callable[..., str]) -> None:
     with pytest.raises(ConfigError, match="does not divide"):
         plan_memory(model_folder("llama"), shape=MeshShape(tp=3), max_tokens=64, row_tokens=16)
-    with pytest.raises(ConfigError, match="memory of stages is not planned"):
-        plan_memory(model_folder("llama"), shape=MeshShape(pp=2), max_tokens=64, row_tokens=16)
+    with pytest.raises(ConfigError, match="layers of the model are not a multiple of 3"):
+        plan_memory(model_folder("llama", tied=False), shape=MeshShape(pp=3), max_tokens=64, row_tokens=16)
     assert not torch.distributed.is_initialized()
 
 
@@ -158,6 +171,12 @@ def a_plan(shape: MeshShape) -> MemoryPlan:
     held = {"gathered": 0, "head": 0, "activations": 40 // shape.copies}
     divided = shape.dp_shard * shape.copies
     return MemoryPlan(shape=shape, weights=40 // divided, gradients=40 // divided, moments=80 // divided, **held)
+
+
+def test_a_nearer_mesh_has_as_many_stages() -> None:
+    found = a_plan(MeshShape(pp=2, dp_replicate=2)).fitting(120, a_plan, most_ranks=4)
+    assert found is not None
+    assert found.shape == MeshShape(pp=2, dp_shard=2)
 
 
 @pytest.mark.parametrize(

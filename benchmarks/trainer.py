@@ -44,7 +44,7 @@ long the device computes in it.
 ``mesh_max_error`` is the largest difference between what meshes of two and four gloo ranks compute and what one does,
 relative to the largest number of what is compared: loss and gradient norm of three updates, and each weight after them.
 
-``plan_memory_error`` is the largest difference between what is planned of twelve configurations, from the model's
+``plan_memory_error`` is the largest difference between what is planned of fourteen configurations, from the model's
 configuration alone, and what their ranks have: the highest resident size in their second update, minus the size before
 the model was loaded, of the rank that has most. Each has made updates of a small model before, so that libraries and
 threads do not count; blocks of 64 KiB and more are returned to the system at once (``MALLOC_MMAP_THRESHOLD_``), so that
@@ -747,6 +747,7 @@ class Planned(NamedTuple):
     batches: int = 1  # of planned_rows
 
 
+MIXTURE = Planned(Qwen3MoeConfig, sizes={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512})
 STAGES = Planned(LlamaConfig, ranks=2, mesh={"pp": 2}, sizes={"num_hidden_layers": 8}, batches=3)
 """About as many micro-batches as a schedule has at most."""
 
@@ -762,6 +763,8 @@ PLANNED = [
     Planned(Qwen3Config, ranks=2, mesh={"tp": 2}, options={"gradient_checkpointing": True}),
     Planned(LlamaConfig, sleeps=True),
     STAGES,
+    MIXTURE,
+    MIXTURE._replace(ranks=2, mesh={"dp_shard": 2, "ep": 2}),
     STAGES._replace(family=Qwen3Config, options={"gradient_checkpointing": True, "stages_per_rank": 2}),
 ]
 PLANNED_TOKENS, PLANNED_ROW = 1024, 32

@@ -18,7 +18,11 @@ from weakref import ReferenceType, finalize, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,7 +66,7 @@ def plan_memory(
 
     Micro-batches have ``max_tokens`` cells, or one row where that is longer, in rows of ``row_tokens``, of which the
     share ``scored`` is trained on. Not counted: what a library has beside tensors (its code, a CUDA context, workspaces
-    of matrix products), and what an allocator holds beyond them.
+    of matrix products), and what an allocator holds beyond them. Experts that are divided get as many tokens each.
 
     Raises:
         ConfigError: the model cannot be divided over the mesh, or has to be read as a whole before that is known; or
@@ -103,6 +107,11 @@ def plan_memory(
                 optimizer_options=optimizer_options,
                 stages_per_rank=stages_per_rank,
             )
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ConfigError(
+                f"the sizes of what {text.model_type} computes depend on values ({error}): its memory is not planned",
+                path="model_path",
+            ) from error
         finally:
             dist.destroy_process_group()
 
@@ -121,12 +130,6 @@ def plan_memory(
 
 class _NoFiles(WeightFiles):
     """Stands for weights that are not there: nothing is compared with them or read."""
-
-    def fuse(self, causal_lm: Any) -> bool:
-        """Return False for mixtures: which tokens an expert gets, and so the sizes, is known by their values alone."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        return not get_model_conversion_mapping(causal_lm, add_legacy=False)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None: ...
 
@@ -308,7 +311,7 @@ class _Trace(TorchDispatchMode):
     ) -> Any:  # Any: torch's
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # its parts come next
-        found = func(*args, **kwargs or {})
+        found = _grouped(*args, **kwargs or {}) if func is _GROUPED else func(*args, **kwargs or {})
         kind = "gathered" if func.namespace in ("fsdp", "c10d") else self._kind
         for each in tree_leaves(found):
             if isinstance(each, Tensor):
@@ -361,6 +364,16 @@ class _Trace(TorchDispatchMode):
 
     def _behind(self, _module: nn.Module, _args: object, output: Any) -> None:
         (output if isinstance(output, Tensor) else output[0]).register_hook(lambda _: self.enter("activations"))
+
+
+_GROUPED: Any = torch.ops.aten._grouped_mm.default  # noqa: SLF001  # torch names it so
+
+
+def _grouped(left: Tensor, right: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return what has the shape of products of groups of rows; torch's own rule takes bfloat16 alone."""
+    if right.ndim == 2:  # the gradient of the matrices: one for each group
+        return left.new_empty(len(offsets), left.shape[0], right.shape[1])
+    return left.new_empty(left.shape[0], right.shape[2])
 
 
 def _copied_by_gloo(func: Any, args: tuple[Any, ...]) -> int:  # Any: torch's

@@ -248,7 +248,11 @@ async def test_both_sides_of_each_cut_are_exact(
     tasks = [asyncio.ensure_future(collect(served.engine, one)) for one in requests]
     for other in others:
         await served.reaches(await served.sampled() + 400)
-        models[await served.swap(tensors_of(other), kv_cache)] = other
+        await served.engine.pause()  # they are under way still, however long these weights take to come
+        version = await served.prepare(tensors_of(other))
+        await served.engine.resume()
+        await served.engine.commit_weights(version, kv_cache=kv_cache)
+        models[version] = other
     done: list[Generation] = await asyncio.gather(*tasks)
     assert {version for got in done for version in got.weight_versions} == set(models)
     assert sum(len(got.spans) > 1 for got in done) >= 12

@@ -219,7 +219,7 @@ class MemoryPlan:
 
         ranks = self.shape.ranks
         while ranks <= most_ranks:
-            for shape in sorted(_meshes_of(ranks, self.shape), key=self._distance):
+            for shape in sorted(_meshes_of(ranks, ep=self.shape.ep), key=self._distance):
                 if shape == self.shape or least(shape) > most:
                     continue
                 try:
@@ -241,12 +241,10 @@ def _divided(shape: MeshShape) -> int:
     return shape.ranks // shape.dp_replicate
 
 
-def _meshes_of(ranks: int, like: MeshShape) -> Iterator[MeshShape]:
-    """Yield meshes with the experts and stages of another one."""
-    pp, ep = like.pp, like.ep
+def _meshes_of(ranks: int, *, ep: int) -> Iterator[MeshShape]:
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     for cp, tp, dp_replicate in itertools.product(sizes, repeat=3):
-        if ranks % (pp * tp * cp * dp_replicate) == 0:
-            dp_shard = ranks // (pp * tp * cp * dp_replicate)
+        if ranks % (tp * cp * dp_replicate) == 0:
+            dp_shard = ranks // (tp * cp * dp_replicate)
             if dp_shard * cp % ep == 0:
-                yield MeshShape(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
+                yield MeshShape(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)

@@ -44,7 +44,7 @@ long the device computes in it.
 ``mesh_max_error`` is the largest difference between what meshes of two and four gloo ranks compute and what one does,
 relative to the largest number of what is compared: loss and gradient norm of three updates, and each weight after them.
 
-``plan_memory_error`` is the largest difference between what is planned of fourteen configurations, from the model's
+``plan_memory_error`` is the largest difference between what is planned of ten configurations, from the model's
 configuration alone, and what their ranks have: the highest resident size in their second update, minus the size before
 the model was loaded, of the rank that has most. Each has made updates of a small model before, so that libraries and
 threads do not count; blocks of 64 KiB and more are returned to the system at once (``MALLOC_MMAP_THRESHOLD_``), so that
@@ -743,13 +743,7 @@ class Planned(NamedTuple):
     mesh: dict[str, int] | None = None
     options: Mapping[str, Any] = MappingProxyType({})
     sleeps: bool = False
-    sizes: Mapping[str, int] = MappingProxyType({})
-    batches: int = 1  # of planned_rows
 
-
-MIXTURE = Planned(Qwen3MoeConfig, sizes={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512})
-STAGES = Planned(LlamaConfig, ranks=2, mesh={"pp": 2}, sizes={"num_hidden_layers": 8}, batches=3)
-"""About as many micro-batches as a schedule has at most."""
 
 PLANNED = [
     Planned(LlamaConfig),
@@ -762,10 +756,6 @@ PLANNED = [
     Planned(LlamaConfig, ranks=2, mesh={"tp": 2}),
     Planned(Qwen3Config, ranks=2, mesh={"tp": 2}, options={"gradient_checkpointing": True}),
     Planned(LlamaConfig, sleeps=True),
-    STAGES,
-    MIXTURE,
-    MIXTURE._replace(ranks=2, mesh={"dp_shard": 2, "ep": 2}),
-    STAGES._replace(family=Qwen3Config, options={"gradient_checkpointing": True, "stages_per_rank": 2}),
 ]
 PLANNED_TOKENS, PLANNED_ROW = 1024, 32
 
@@ -775,10 +765,10 @@ def planned_model(family: type[Any], **sizes: int) -> Any:
     return family(num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False, **sizes)
 
 
-def planned_rows(planned: Planned, vocabulary: int) -> DataProto:
+def planned_rows(ranks: int, vocabulary: int) -> DataProto:
     """Rows of about :data:`PLANNED_ROW` tokens, for two micro-batches on each of the ranks, and some more."""
     draw = torch.Generator().manual_seed(3)
-    count = 9 * PLANNED_TOKENS // (4 * PLANNED_ROW) * planned.ranks * planned.batches
+    count = 9 * PLANNED_TOKENS // (4 * PLANNED_ROW) * ranks
     lengths = torch.randint(PLANNED_ROW // 2, PLANNED_ROW * 3 // 2, (count,), generator=draw).tolist()
     return rows_of_lengths(lengths, vocabulary, draw=draw)
 
@@ -803,7 +793,7 @@ def held_by_a_rank(folder: str, number: int, rank: int, port: int) -> None:
             threads=1,
             **planned.options,
         )
-        batch = planned_rows(planned, engine._model.vocabulary)
+        batch = planned_rows(planned.ranks, engine._model.vocabulary)
         size, data_rank = engine._ranks.data_size, engine._ranks.data_rank
         mine = batch[len(batch) * data_rank // size : len(batch) * (data_rank + 1) // size]
         engine.update(mine[:2])
@@ -821,14 +811,14 @@ def held_by_a_rank(folder: str, number: int, rank: int, port: int) -> None:
 
 def measure_plans(notes: dict[str, object]) -> list[Figure]:
     figures: list[Figure] = []
-    small = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4}
+    small = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}
     for number, planned in enumerate(PLANNED):
         with tempfile.TemporaryDirectory() as folder:
             for name, sizes in (("large", {}), ("small", small)):
                 torch.manual_seed(0)
-                model = AutoModelForCausalLM.from_config(planned_model(planned.family, **planned.sizes | sizes))
+                model = AutoModelForCausalLM.from_config(planned_model(planned.family, **sizes))
                 model.save_pretrained(f"{folder}/{name}")
-            batch = planned_rows(planned, model.config.vocab_size).batch
+            batch = planned_rows(planned.ranks, model.config.vocab_size).batch
             assert batch is not None
             plan = FSDPEngine.plan_memory(
                 f"{folder}/large",

@@ -34,7 +34,6 @@ _PLANNED = (
     "gradient_checkpointing",
     "optimizer",
     "optimizer_options",
-    "stages_per_rank",
 )  # those of the options that need memory
 _SEEDS = 2**63 - 25  # a prime: every bit of the seed counts, in the 64 bits that torch takes
 

@@ -3,9 +3,6 @@
 The model is made from its configuration alone, with three and with four of its layers, sharded over as many ranks as
 there are to be (torch's process group without a network), and two micro-batches go forward and backward under torch's
 ``FakeTensorMode``, whose tensors have sizes and no contents. Each of its other layers needs what the fourth one added.
-
-Of stages, those of the first two ranks of a pipeline and of the last one are traced, each with three and with four
-layers, in two runs of torch's own schedule: no other rank has more of anything.
 """
 
 from __future__ import annotations
@@ -18,11 +15,7 @@ from weakref import ReferenceType, finalize, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,8 +28,7 @@ from engines.training.lora import LoRA
 from engines.training.model import ComputeDtype, PolicyModel, check_mesh, load_policy_model, local_shard, shard
 from engines.training.optimizer import OptimizerName, ShardedOptimizer
 from engines.training.packed_attention import forget_masks
-from engines.training.packing import Layout, PackedMicroBatch
-from engines.training.pipeline import WINDOW, Pipeline, Stage, layers_of_a_stage
+from engines.training.packing import Layout
 from engines.training.rank_group import RankGroup
 
 KINDS = ("weights", "gradients", "moments", "gathered", "activations", "head")
@@ -60,43 +52,41 @@ def plan_memory(
     extras: Extras = "entropy",
     optimizer: OptimizerName = "adamw",
     optimizer_options: Mapping[str, Any] | None = None,
-    stages_per_rank: int = 1,
 ) -> MemoryPlan:
     """Return what each rank of a trainer needs at most in an update; nothing but the configuration of ``path`` is read.
 
     Micro-batches have ``max_tokens`` cells, or one row where that is longer, in rows of ``row_tokens``, of which the
     share ``scored`` is trained on. Not counted: what a library has beside tensors (its code, a CUDA context, workspaces
-    of matrix products), and what an allocator holds beyond them. Experts that are divided get as many tokens each.
+    of matrix products), and what an allocator holds beyond them.
 
     Raises:
-        ConfigError: the model cannot be divided over the mesh, or has to be read as a whole before that is known; or
-            this process belongs to a torch process group already.
+        ConfigError: the model cannot be divided over the mesh, has to be read as a whole before that is known, or has
+            stages; or this process belongs to a torch process group already.
         OSError: there is no such model.
     """
     from transformers import AutoConfig
 
+    if shape.pp > 1:
+        raise ConfigError("the memory of stages is not planned", path="mesh.pp", remedy="plan a mesh without pp")
     if dist.is_initialized():
         raise ConfigError("memory is planned in a process without a torch process group", remedy="use another process")
     text: Any = AutoConfig.from_pretrained(path).get_text_config()
-    layers = layers_of_a_stage(int(text.num_hidden_layers), ranks=shape.pp, stages_per_rank=stages_per_rank)
+    layers = int(text.num_hidden_layers)
     cells = max(max_tokens, row_tokens)
-
-    def traced(rank: int, depth: int) -> list[dict[str, int]]:
-        dist.init_process_group("fake", rank=rank, world_size=shape.ranks)
-        try:
-            model = load_policy_model(
-                path,
-                gradient_checkpointing=gradient_checkpointing,
-                lora=lora,
-                sharded=True,
-                dtype=dtype,
-                files=_NoFiles({}),
-                layers=depth * shape.pp * stages_per_rank,
-            )
-            return _traced(
-                model,
+    dist.init_process_group("fake", rank=0, world_size=shape.ranks)
+    try:
+        traces = [
+            _traced(
+                load_policy_model(
+                    path,
+                    gradient_checkpointing=gradient_checkpointing,
+                    lora=lora,
+                    sharded=True,
+                    dtype=dtype,
+                    files=_NoFiles({}),
+                    layers=depth,
+                ),
                 shape,
-                rank=rank,
                 device_type=device_type,
                 dtype=dtype,
                 cells=cells,
@@ -105,31 +95,28 @@ def plan_memory(
                 extras=extras,
                 optimizer=optimizer,
                 optimizer_options=optimizer_options,
-                stages_per_rank=stages_per_rank,
             )
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ConfigError(
-                f"the sizes of what {text.model_type} computes depend on values ({error}): its memory is not planned",
-                path="model_path",
-            ) from error
-        finally:
-            dist.destroy_process_group()
-
-    peaks: list[dict[str, int]] = []
-    for place in sorted({0, min(1, shape.pp - 1), shape.pp - 1}):
-        rank = place * shape.ranks // shape.pp
-        if layers <= _LAYERS + 1:
-            peaks += traced(rank, layers)
-            continue
-        peaks += [
-            {kind: size + (layers - _LAYERS) * (more[kind] - size) for kind, size in phase.items()}
-            for phase, more in zip(traced(rank, _LAYERS), traced(rank, _LAYERS + 1), strict=True)
+            for depth in ((_LAYERS, _LAYERS + 1) if layers > _LAYERS + 1 else (layers,))
         ]
+    finally:
+        dist.destroy_process_group()
+    first, *deeper = traces
+    peaks = [
+        {kind: size + (layers - _LAYERS) * (more[kind] - size) for kind, size in phase.items()}
+        for deep in deeper
+        for phase, more in zip(first, deep, strict=True)
+    ] or first
     return MemoryPlan(shape=shape, **max(peaks, key=lambda held: sum(held.values())))
 
 
 class _NoFiles(WeightFiles):
     """Stands for weights that are not there: nothing is compared with them or read."""
+
+    def fuse(self, causal_lm: Any) -> bool:
+        """Return False for mixtures: which tokens an expert gets, and so the sizes, is known by their values alone."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        return not get_model_conversion_mapping(causal_lm, add_legacy=False)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None: ...
 
@@ -150,7 +137,6 @@ def _traced(
     model: PolicyModel,
     shape: MeshShape,
     *,
-    rank: int,
     device_type: str,
     dtype: ComputeDtype,
     cells: int,
@@ -159,37 +145,29 @@ def _traced(
     extras: Extras,
     optimizer: OptimizerName,
     optimizer_options: Mapping[str, Any] | None,
-    stages_per_rank: int,
 ) -> list[dict[str, int]]:
     """Return bytes of each kind when most are held, for each phase of a micro-batch behind the first."""
-    ranks = RankGroup(rank=rank, world_size=shape.ranks, device="cpu", shape=shape)
-    check_mesh(model, ranks.shape, stages_per_rank=stages_per_rank)
+    ranks = RankGroup(rank=0, world_size=shape.ranks, device="cpu", shape=shape)
+    check_mesh(model, ranks.shape)
     model.planned_for = device_type
     model.to("meta")  # adapters have been drawn
-    shard(model, ranks, dtype=dtype, stages_per_rank=stages_per_rank)
+    shard(model, ranks, dtype=dtype)
     rectangles = _rectangles(cells, row_tokens, model.layout)
     with _own_masks(), FakeTensorMode(allow_non_fake_inputs=True):
         give_memory(model, model.causal_lm, device=ranks.device)
         model.free_gathered()
         trace = _Trace(model)
-        batch = _microbatch(rectangles, scored=scored)
-        piece = -(-len(batch.input_ids) // shape.cp)
-        if model.pipeline is None:
-            _replace_forward(model, trace, shape.cp, scored=scored, extras=extras)
-        else:
-            _replace_scoring(model, trace, shape.cp)
+        _replace_forward(model, trace, shape.cp, scored=scored, extras=extras)
+        ids = torch.zeros(sum(rows * length for rows, length in rectangles), dtype=torch.int64)
         with trace:
             for _ in range(2):
                 trace.begin()
-                if model.pipeline is None:
-                    scores: TokenScores = model(batch.input_ids, batch.positions, rectangles=rectangles)
-                    (scores.log_probs.sum() + scores.entropy.sum()).backward()
-                else:
-                    _run_stages(model.pipeline, batch, cells=piece, extras=extras)
+                scores: TokenScores = model(ids, ids, ids, ids, rectangles=rectangles)
+                (scores.log_probs.sum() + scores.entropy.sum()).backward()
             trace.enter("moments")
             made = ShardedOptimizer(
                 model.parameters_by_name(),
-                world_size=ranks.stage_size,
+                world_size=shape.ranks,
                 name=optimizer,
                 options=optimizer_options,
                 apart=model.vocabulary_weights(),
@@ -197,11 +175,7 @@ def _traced(
             made.step(lr=0.0)
             state = trace.held()["moments"]  # it was there before
     ranks.close()
-    waiting = _received(model.pipeline, cells=piece) if model.pipeline is not None else 0
-    return [
-        phase | {"moments": max(phase["moments"], state), "activations": phase["activations"] + waiting}
-        for phase in trace.phases
-    ]
+    return [phase | {"moments": max(phase["moments"], state)} for phase in trace.phases]
 
 
 @contextmanager
@@ -217,71 +191,13 @@ def _own_masks() -> Iterator[None]:
 def _replace_forward(model: PolicyModel, trace: _Trace, cp: int, *, scored: int, extras: Extras) -> None:
     """Let the model score ``scored`` tokens, with its share of the cells: which they are is no matter of sizes."""
 
-    def forward(ids: Tensor, positions: Tensor, *, rectangles: tuple[tuple[int, int], ...]) -> TokenScores:
+    def forward(ids: Tensor, positions: Tensor, *_: Tensor, rectangles: tuple[tuple[int, int], ...]) -> TokenScores:
         states = model.hidden_states(ids, positions, rectangles=rectangles)
         trace.enter("head")
         wanted = ids[: -(-scored // cp)]
         return model.scores(states.index_select(0, wanted), wanted, extras=extras, temperature=1.0)
 
     model.forward = forward  # type: ignore[method-assign, assignment]  # the hooks of FSDP lie around it
-
-
-def _replace_scoring(model: PolicyModel, trace: _Trace, cp: int) -> None:
-    """Let stages score as :func:`_replace_forward` does."""
-
-    def states_of(*given: Any, **keywords: Any) -> Tensor:
-        trace.enter("activations", begins=False)
-        return model.hidden_states(*given, **keywords)
-
-    def scores_in(states: Tensor, predictors: Tensor, _: Tensor, **options: Any) -> TokenScores:
-        trace.enter("head")
-        wanted = predictors[: -(-len(predictors) // cp)]
-        return model.scores(states.index_select(0, wanted), wanted, **options)
-
-    for stage in model.pipeline.stages.values() if model.pipeline is not None else ():
-        stage.hidden_states, stage.scores_in = states_of, scores_in
-
-
-def _microbatch(rectangles: tuple[tuple[int, int], ...], *, scored: int) -> PackedMicroBatch:
-    ids = torch.zeros(sum(rows * length for rows, length in rectangles), dtype=torch.int64)
-    wanted = ids[:scored]
-    return PackedMicroBatch(
-        rectangles=rectangles,
-        prefixes=(None,) * len(rectangles),
-        input_ids=ids,
-        positions=ids,
-        predictors=wanted,
-        targets=wanted,
-        tokens=wanted,
-        rows=wanted,
-    )
-
-
-def _run_stages(pipeline: Pipeline, batch: PackedMicroBatch, *, cells: int, extras: Extras) -> None:
-    """Compute as many micro-batches as are ever held at once, then go back through them.
-
-    Which is what torch's schedules (:mod:`engines.training.pipeline`) need at most, beside what they receive; and they
-    hold a model's stages one after another, as many micro-batches as ranks in each.
-    """
-    given = pipeline.states.expand(1, cells, -1).clone()
-    held: list[tuple[Stage, Tensor]] = []
-    for number in range(pipeline.most_held):
-        stage = list(pipeline.stages.values())[number // pipeline.least % len(pipeline.stages)]
-        stage.batches, stage.scored, stage.extras = [batch], len(batch.predictors), extras
-        held.append((stage, stage(given.detach().requires_grad_(not stage.is_first), 0)))
-    for place in range(len(held)):
-        stage, found = held[place]
-        held[place] = stage, found.detach()
-        if stage.is_last:
-            found.sum().backward()
-        else:
-            torch.autograd.backward(found, given)
-
-
-def _received(pipeline: Pipeline, *, cells: int) -> int:
-    """Return the bytes that the longest schedule receives micro-batches in: states, and gradients of states."""
-    inner = 2 * len(pipeline.stages) - sum(stage.is_first + stage.is_last for stage in pipeline.stages.values())
-    return WINDOW * pipeline.least * inner * cells * pipeline.states.nbytes
 
 
 class _Trace(TorchDispatchMode):
@@ -311,7 +227,7 @@ class _Trace(TorchDispatchMode):
     ) -> Any:  # Any: torch's
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # its parts come next
-        found = _grouped(*args, **kwargs or {}) if func is _GROUPED else func(*args, **kwargs or {})
+        found = func(*args, **kwargs or {})
         kind = "gathered" if func.namespace in ("fsdp", "c10d") else self._kind
         for each in tree_leaves(found):
             if isinstance(each, Tensor):
@@ -333,10 +249,9 @@ class _Trace(TorchDispatchMode):
                 self._resized += [reference] if kind == "gathered" else []
         self.enter("activations")
 
-    def enter(self, kind: str, *, begins: bool = True) -> None:
-        """Count what comes as ``kind``, in a phase of its own unless it is of the head, or not ``begins``."""
+    def enter(self, kind: str) -> None:
         self._kind = kind
-        if kind != "head" and begins:
+        if kind != "head":
             self.phases.append({})
             self._count()
 
@@ -364,16 +279,6 @@ class _Trace(TorchDispatchMode):
 
     def _behind(self, _module: nn.Module, _args: object, output: Any) -> None:
         (output if isinstance(output, Tensor) else output[0]).register_hook(lambda _: self.enter("activations"))
-
-
-_GROUPED: Any = torch.ops.aten._grouped_mm.default  # noqa: SLF001  # torch names it so
-
-
-def _grouped(left: Tensor, right: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return what has the shape of products of groups of rows; torch's own rule takes bfloat16 alone."""
-    if right.ndim == 2:  # the gradient of the matrices: one for each group
-        return left.new_empty(len(offsets), left.shape[0], right.shape[1])
-    return left.new_empty(left.shape[0], right.shape[2])
 
 
 def _copied_by_gloo(func: Any, args: tuple[Any, ...]) -> int:  # Any: torch's

@@ -394,7 +394,9 @@ def load_causal_lm(
     with model_loading_lock:
         loaded = empty_causal_lm(path, config, files) if sharded else None
         if loaded is None and files is not None:
-            raise ConfigError(f"{config.model_type} is read as a whole: its memory is not planned", path="model_path")
+            raise ConfigError(
+                f"{config.model_type} is a mixture, or read as a whole: its memory is not planned", path="model_path"
+            )
         if loaded is None:
             loaded = LoadedModel(AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32))
     causal_lm = loaded.causal_lm
@@ -535,7 +537,7 @@ def shard(
         units = [(module, ranks.mesh) for module in (*layers, *(model.stages or [model]))]
         if ranks.ep is not None:
             experts = experts_of(model.causal_lm)
-            divide_experts(experts, ranks.ep, evenly=model.planned_for is not None)
+            divide_experts(experts, ranks.ep)
             units = [*((module, ranks.expert_mesh) for module in experts), *units]
         _shard(units, dtype=dtype)
     elif model.unread is None:

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,50 +81,30 @@ def experts_of(causal_lm: Any) -> list[Any]:
     return [module for name, module in modules if plan.get(re.sub(r"\.\d+\.", ".*.", name)) == EXPERTS_STYLE]
 
 
-def divide_experts(experts: Iterable[Any], mesh: DeviceMesh, *, evenly: bool = False) -> None:
-    """Give each rank the experts that follow one another, of modules with memory or without, and tokens a way there.
-
-    ``evenly`` sends each rank as many as any other whatever is chosen, where tensors have sizes and no contents.
-    """
-    routes = _even_routes if evenly else _routes
+def divide_experts(experts: Iterable[Any], mesh: DeviceMesh) -> None:
+    """Give each rank the experts that follow one another, of modules with memory or without, and tokens a way there."""
     for module in experts:
         for name, whole in list(module.named_parameters(recurse=False)):
             part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
         # How many tokens go where is no shape that can be traced.
-        module.forward = partial(torch.compiler.disable(_at_their_experts), module, mesh.get_group(), routes)
+        module.forward = partial(torch.compiler.disable(_at_their_experts), module, mesh.get_group())
 
 
-_Routes: TypeAlias = Callable[[Tensor, int, ProcessGroup], tuple[list[int], list[int], Tensor]]
-"""(chosen experts, their number, group) -> tokens to send to and to receive from each rank; received ones' experts."""
-
-
-def _routes(slots: Tensor, experts: int, group: ProcessGroup) -> tuple[list[int], list[int], Tensor]:
-    ranks = group.size()
-    sent = slots.bincount(minlength=experts).view(ranks, -1)
+def _at_their_experts(module: Any, group: ProcessGroup, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return what a module of experts does to T tokens [T, H]: ``chosen`` [T, K] experts, with ``weights`` [T, K]."""
+    ranks, slots = group.size(), chosen.flatten()
+    order = slots.argsort(stable=True)  # by expert, so by rank
+    sent = slots.bincount(minlength=module.num_experts).view(ranks, -1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    expert_of = torch.arange(received.shape[1], device=slots.device).repeat(ranks)
-    return sent.sum(1).tolist(), received.sum(1).tolist(), expert_of.repeat_interleave(received.flatten())
-
-
-def _even_routes(slots: Tensor, _: int, group: ProcessGroup) -> tuple[list[int], list[int], Tensor]:
-    counts = [len(each) for each in torch.arange(len(slots)).tensor_split(group.size())]
-    return counts, counts, slots.new_zeros(sum(counts))
-
-
-def _at_their_experts(
-    module: Any, group: ProcessGroup, routes: _Routes, states: Tensor, chosen: Tensor, weights: Tensor
-) -> Tensor:
-    """Return what a module of experts does to T tokens [T, H]: ``chosen`` [T, K] experts, with ``weights`` [T, K]."""
-    slots = chosen.flatten()
-    order = slots.argsort(stable=True)  # by expert, so by rank
-    sends, receives, expert_of = routes(slots, module.num_experts, group)
+    sends, receives = sent.sum(1).tolist(), received.sum(1).tolist()
     tokens: Tensor = _Sent.apply(states[order // chosen.shape[1]], sends, receives, group)  # type: ignore[no-untyped-call]
+    expert_of = torch.arange(received.shape[1], device=slots.device).repeat(ranks).repeat_interleave(received.flatten())
     if not len(tokens):  # no rank may be without a gradient, which FSDP sums with those of others
         tokens, expert_of = nn.functional.pad(tokens, (0, 0, 0, 1)), expert_of.new_zeros(1)
     done = type(module).forward(
-        _Held(module, module.num_experts // group.size()), tokens, expert_of[:, None], tokens.new_ones(len(tokens), 1)
+        _Held(module, received.shape[1]), tokens, expert_of[:, None], tokens.new_ones(len(tokens), 1)
     )
     back: Tensor = _Sent.apply(done[: sum(receives)], receives, sends, group)  # type: ignore[no-untyped-call]
     place = torch.empty_like(order)

@@ -66,8 +66,7 @@ class Stage(nn.Module):
         if not self.is_first:
             self.body.embed_tokens = None
         self.head = model.causal_lm.get_output_embeddings() if self.is_last else None
-        self.hidden_states: Callable[..., Tensor] = model.hidden_states
-        self.scores_in: Callable[..., TokenScores] = model.scores_in
+        self._hidden_states, self._scores_in = model.hidden_states, model.scores_in
         self.batches: Sequence[PackedMicroBatch] = ()  # of a pass
         self.scored = 0  # the most tokens that are scored in one of them
         self.extras: Extras = "none"
@@ -79,7 +78,7 @@ class Stage(nn.Module):
         ``number`` is that of the micro-batch; T is that of a context-parallel rank's piece.
         """
         batch = self.batches[number]
-        found = self.hidden_states(
+        found = self._hidden_states(
             batch.input_ids,
             batch.positions,
             rectangles=batch.rectangles,
@@ -89,7 +88,7 @@ class Stage(nn.Module):
         )
         if not self.is_last:
             return found
-        scores = self.scores_in(
+        scores = self._scores_in(
             found[0], batch.predictors, batch.targets, extras=self.extras, temperature=self.temperature
         )
         extra = scores.correct if self.extras == "correct" else scores.entropy
@@ -117,7 +116,6 @@ class Pipeline:
 
     Attributes:
         places: by name, in the model's order, the rank of ``group`` that has a tensor, and the tensor without memory.
-        states: [1, 1, H], of the shape, dtype and device of what travels.
     """
 
     def __init__(
@@ -132,15 +130,9 @@ class Pipeline:
         self.group = group
         self.stages = dict(stages)
         self.places = dict(places)
-        self.states = states
+        self._states = states  # [1, 1, H], for shape, dtype and device of what travels
         self._pieces = pieces
         self._count = group.size() * len(stages)
-
-    @property
-    def most_held(self) -> int:
-        """The most micro-batches whose activations this rank holds at once, counted in each of its stages."""
-        ranks, behind = self.group.size(), self.group.size() - 1 - self.group.rank()
-        return behind + 1 if len(self.stages) == 1 else (len(self.stages) - 1) * ranks + 2 * behind + 1
 
     @property
     def least(self) -> int:
@@ -173,14 +165,14 @@ class Pipeline:
         """
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-        device, scored = self.states.device, max(len(batch.predictors) for batch in batches)
+        device, scored = self._states.device, max(len(batch.predictors) for batch in batches)
         cells = -(-max(len(batch.input_ids) for batch in batches) // self._pieces)
         padded = [batch.padded(cells * self._pieces) for batch in batches]
         size = len(batches) // self._windows(len(batches))
         staged: list[Any] = []
         for place, stage in self.stages.items():
             stage.batches, stage.scored, stage.extras, stage.temperature = padded, scored, extras, temperature
-            states = self.states.expand(1, cells, -1).clone()
+            states = self._states.expand(1, cells, -1).clone()
             given = states.requires_grad_() if place else torch.zeros(1, device=device)
             found = torch.zeros(2, scored, device=device) if stage.is_last else states.clone()
             found.requires_grad_()
@@ -238,23 +230,6 @@ def divide_layers(
     return Pipeline(group, stages, places, states=states, pieces=model.cp.size() if model.cp is not None else 1)
 
 
-def layers_of_a_stage(layers: int, *, ranks: int, stages_per_rank: int) -> int:
-    """Return how many of a model's layers each stage has.
-
-    Raises:
-        ConfigError: they are not as many in each.
-    """
-    each, more = divmod(layers, ranks * stages_per_rank)
-    if more:
-        raise ConfigError(
-            f"mesh.pp = {ranks}: the {layers} layers of the model are not a multiple of {ranks * stages_per_rank}, "
-            "pp * stages_per_rank",
-            path="mesh.pp",
-            remedy=f"use a product that divides {layers}",
-        )
-    return each
-
-
 def check_layers(model: PolicyModel, *, ranks: int, stages_per_rank: int) -> None:
     """Raise :class:`ConfigError` unless :func:`divide_layers` can divide the model."""
     from torch.distributed.pipelining import Schedule1F1B
@@ -263,8 +238,10 @@ def check_layers(model: PolicyModel, *, ranks: int, stages_per_rank: int) -> Non
         return ConfigError(f"mesh.pp = {ranks}: {rule}", path="mesh.pp", remedy=remedy)
 
     causal_lm: Any = model.causal_lm
-    layers = int(causal_lm.config.get_text_config().num_hidden_layers)
-    layers_of_a_stage(layers, ranks=ranks, stages_per_rank=stages_per_rank)
+    layers, stages = int(causal_lm.config.get_text_config().num_hidden_layers), ranks * stages_per_rank
+    if layers % stages:
+        rule = f"the {layers} layers of the model are not a multiple of {stages}, pp * stages_per_rank"
+        raise refused(rule, f"use a product that divides {layers}")
     if model.layout != "packed":
         raise refused(f"the rows of {model.architecture} are padded", "use pp = 1, or a model whose rows can be packed")
     if "return_outputs" not in inspect.signature(Schedule1F1B.step).parameters:

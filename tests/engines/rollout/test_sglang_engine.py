@@ -588,16 +588,17 @@ async def test_requests_of_a_killed_sglang_go_on_elsewhere(
     async with ReplicaPool({"a": make, "b": make}, options=options) as pool:
         requests = [request_of(n, [n + 1, 2, 3], 240, temperature=0.0) for n in range(8)]
         alone = [await collect(pool, one) for one in requests]
-        running = [asyncio.ensure_future(collect(pool, one)) for one in requests]
-        begin = pool.statistics().tokens
-        async with asyncio.timeout(WAIT_S):
-            while pool.statistics().tokens < begin + 200:
-                await asyncio.sleep(0.005)
-        engine = max(pool._replicas.values(), key=lambda replica: len(replica.attempts)).engine
-        assert isinstance(engine, RemoteEngine)
-        assert engine.pid is not None
-        psutil.Process(engine.pid).kill()
-        done: list[Generation] = await asyncio.gather(*running)
-        assert [got.token_ids for got in done] == [got.token_ids for got in alone]
-        assert pool.statistics().migrations >= 1
+        async with asyncio.timeout(3 * WAIT_S):
+            while not pool.statistics().migrations:  # on a busy machine all may be done before the kill
+                running = [asyncio.ensure_future(collect(pool, one)) for one in requests]
+                begin = pool.statistics().tokens
+                while pool.statistics().tokens < begin + 200:
+                    await asyncio.sleep(0.005)
+                engine = max(pool._replicas.values(), key=lambda replica: len(replica.attempts)).engine
+                assert isinstance(engine, RemoteEngine)
+                assert engine.pid is not None
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    psutil.Process(engine.pid).kill()
+                done: list[Generation] = await asyncio.gather(*running)
+                assert [got.token_ids for got in done] == [got.token_ids for got in alone]
         assert pool.statistics().failed == 0

@@ -446,6 +446,8 @@ class HurtRun:
         return " | ".join("".join(self.said().values()).strip().splitlines()[-6:])
 
     def unwitnessed(self) -> list[str]:
+        for kill in self.kills:  # the witness of a later one may be that of an earlier one
+            self._witnessed(kill)
         return [
             f"{self.folder.name}: the death of {kill.what} ({kill.pid}) left no witness"
             for kill in self.kills

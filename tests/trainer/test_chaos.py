@@ -35,6 +35,40 @@ def test_whatever_is_killed_nothing_is_lost_repeated_or_made_up():
     assert done.returncode == 0
 
 
+def test_a_kill_beside_the_one_that_ended_the_life_is_witnessed_in_either_order(tmp_path):
+    program = """
+import json, sys, time
+from pathlib import Path
+import chaos
+
+run = object.__new__(chaos.HurtRun)  # without a life of its own: only what it said is looked at
+run.folder, run.output, run.lives = Path(sys.argv[1]), Path(sys.argv[1]) / "output.txt", 2
+run.output.write_text("error: WorkerDiedError: the process of rank 0 of trainer died during __init__")
+found = []
+for seconds in (0.7, -0.7, 7.0):
+    now = time.monotonic()
+    run.kills = [
+        chaos.Kill("rollout", 11, "rollout-0", now, {}, lives=1),
+        chaos.Kill("trainer", 12, "trainer", now + seconds, {}, lives=1),
+    ]
+    found.append(run.unwitnessed())
+    run.kills.reverse()
+    for kill in run.kills:
+        kill.witness = ""
+    found.append(run.unwitnessed())
+print(json.dumps(found))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
+    )
+    missing = [f"{tmp_path.name}: the death of rollout-0 (11) left no witness"]
+    assert json.loads(done.stdout) == [[], [], [], [], missing, missing]
+
+
 @pytest.mark.ray
 @pytest.mark.chaos
 @pytest.mark.timeout(600)

@@ -446,7 +446,7 @@ def _check_end(end: ProgramEnd, session: AgentSession, factory: CommandFactory) 
     if end.how not in ("exited", "stopped"):
         raise _failure("the agent", end, factory)
     if not session.turns:
-        raise _failure("the agent asked nothing of the model, and", end, factory)
+        raise _failure("the agent has had no turn of the model, and", end, factory)
 
 
 def _failure(who: str, end: ProgramEnd, factory: CommandFactory) -> EnvironmentFailure:

@@ -52,13 +52,13 @@ class AgentSession:
     Args:
         policy: the episode's.
         enforces_forms: whether answers get the forms that are asked for; such turns are not trained on.
-        on_end: called when the episode cannot go on: the engine has failed, or the agent's turns are used up and it
-            asks for more.
+        on_end: called when the episode cannot go on: the engine has failed; or the agent has asked for more turns than
+            were left, and none is being sampled.
 
     Attributes:
         url: of the session: Anthropic's base URL; OpenAI's is this with ``/v1``.
         key: for clients that need one; any will do.
-        refused: requests after the last turn that was allowed.
+        refused: requests for more turns than were left, and those after them.
         failure: of the engine; what the agent did after it does not count.
     """
 
@@ -67,7 +67,7 @@ class AgentSession:
     ) -> None:
         self._policy = policy
         self._on_end = on_end
-        self._turns = 0
+        self._taken = self._sent = self._ended = 0  # turns
         self.key = secrets.token_hex(16)
         self.refused = 0
         self.failure: AsyncRLError | None = None
@@ -79,11 +79,13 @@ class AgentSession:
             any_name=True,
             enforces_forms=enforces_forms,
             decide_sampling=self._sampling,
+            admit=self._admit,
             text=_text_of(policy.renderer),
             context_tokens=policy.max_seq_len,
             limits=Limits(
                 connections=_CONNECTIONS,
                 concurrent_requests=_CONCURRENT_REQUESTS,
+                concurrent_requests_per_key=_CONCURRENT_REQUESTS,
                 session_tokens=policy.max_turns * policy.max_seq_len + 1,
                 default_new_tokens=policy.sampling.max_new_tokens,
                 request_timeout_s=86_400.0,
@@ -151,12 +153,7 @@ class AgentSession:
     ) -> AsyncGenerator[GenerationChunk, None]:
         """Sample a turn from the episode's engine."""
         del session, tenant
-        number = self._turns
-        if number >= self._policy.max_turns:
-            self.refused += 1
-            self._on_end()
-            raise APIError(403, f"the episode has had its {self._policy.max_turns} turns (env.max_turns)")
-        self._turns += 1
+        number, self._sent = self._sent, self._sent + 1
         most = min(request.sampling.max_new_tokens, self._policy.max_seq_len - len(request.prompt_token_ids))
         sampling = replace(
             request.sampling,
@@ -165,9 +162,9 @@ class AgentSession:
             seed=derive_seed(self._policy.seed, "turn", number),
         )
         own = replace(request, request_id=f"{self._policy.request_prefix}-{number}", sampling=sampling)
-        stream = cast(AsyncGenerator[GenerationChunk, None], self._policy.engine.generate(own))
         try:
-            async with aclosing(stream) as chunks:
+            stream = self._policy.engine.generate(own)
+            async with aclosing(cast(AsyncGenerator[GenerationChunk, None], stream)) as chunks:
                 async for chunk in chunks:
                     if chunk.finish_reason == "abort":
                         raise RequestAbortedError(f"the engine aborted request {own.request_id!r}")
@@ -180,6 +177,25 @@ class AgentSession:
             self.failure = self.failure or error
             self._on_end()
             raise
+        finally:
+            self._ended += 1
+            self._end_if_over()
+
+    def _admit(self, turns: int) -> None:
+        """Take the turns of a request, one for each choice, all or none. They are not given back.
+
+        After a request for more than are left none is served: the episode ends with those that are being sampled.
+        """
+        if self.refused or self._taken + turns > self._policy.max_turns:
+            self.refused += 1
+            self._end_if_over()
+            taken = f"{self._taken} of the episode's {self._policy.max_turns} turns are taken (env.max_turns)"
+            raise APIError(403, f"{taken}, and it has asked for more than were left")
+        self._taken += turns
+
+    def _end_if_over(self) -> None:
+        if self.refused and self._ended == self._taken:
+            self._on_end()
 
     def _sampling(self, wanted: SamplingParams) -> SamplingParams:
         """Return the run's sampling parameters, with what an agent may ask for; an API error if it asks for more."""

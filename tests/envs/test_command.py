@@ -135,7 +135,7 @@ async def test_branches_are_one_tree(play: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("manner", "error", "text"),
     [
-        ("silent", EnvironmentFailure, "asked nothing of the model.*status 1.*no idea"),
+        ("silent", EnvironmentFailure, "had no turn of the model.*status 1.*no idea"),
         ("dies", EnvironmentFailure, "killed by signal 11"),
         ("hangs", EnvironmentDeadlineError, "did not end within deadline_s = 1"),
         ("flood", EnvironmentFailure, "wrote more than output_bytes = 4000"),

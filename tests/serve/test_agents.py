@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -64,14 +65,15 @@ async def test_the_run_decides_how_an_agent_is_answered(policy: Callable[..., Ep
 
 
 async def test_a_request_that_the_engine_refuses_is_the_agents_mistake(policy: Callable[..., EpisodePolicy]) -> None:
-    episode = policy()
+    episode = policy(max_turns=2)
     engine: Any = episode.engine
     await engine.start()
     ended: list[int] = []
     async with AgentSession(episode, on_end=lambda: ended.append(1)) as session:
         refused, _ = await post(session, {"model": "m", "prompt": ""}, "/v1/completions")
         answered, _ = await post(session, ASK)
-    assert (refused, answered, session.failure, ended) == (400, 200, None, [])
+        assert (refused, answered, session.failure, ended) == (400, 200, None, [])
+        assert (await post(session, ASK))[0] == 403  # what was refused had been sent
 
 
 async def test_a_session_lasts_as_long_as_its_agent(policy: Callable[..., EpisodePolicy]) -> None:
@@ -176,3 +178,64 @@ async def test_a_session_has_its_own_routes_and_no_others(policy: Callable[..., 
     assert ended == [1]
     trajectory = session.trajectory({}, reward=0.0, info={})
     assert (len(trajectory.turns), trajectory.finish_reason) == (1, "max_turns")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", ASK | {"n": 4}),
+        ("/v1/chat/completions", ASK | {"n": 4, "stream": True}),
+        ("/v1/completions", {"model": "m", "prompt": ["a", "b"], "n": 2}),
+        ("/v1/completions", {"model": "m", "prompt": ["a", "b"], "n": 2, "stream": True}),
+    ],
+)
+async def test_a_request_takes_the_turns_of_all_its_choices_or_none(
+    policy: Callable[..., EpisodePolicy], path: str, body: dict[str, Any]
+) -> None:
+    episode = policy(max_turns=6)
+    engine: Any = episode.engine
+    await engine.start()
+    async with AgentSession(episode) as session:
+        assert (await post(session, ASK | {"n": 3}))[0] == 200
+        status, refused = await post(session, body, path)
+        said = "3 of the episode's 6 turns are taken (env.max_turns), and it has asked for more than were left"
+        assert (status, refused["error"]["message"]) == (403, said)
+        assert (await post(session, ASK))[0] == 403  # it ends
+    assert [request.request_id for request in engine.requests] == ["row-0", "row-1", "row-2"]
+    assert (session.turns, session.refused) == (3, 2)
+
+
+async def test_a_request_without_places_for_all_its_choices_takes_no_turn(policy: Callable[..., EpisodePolicy]) -> None:
+    episode = policy(max_turns=65)
+    engine: Any = episode.engine
+    await engine.start()
+    async with AgentSession(episode) as session:
+        assert (await post(session, {"model": "m", "prompt": ["a"] * 65}, "/v1/completions"))[0] == 400
+        await engine.pause()
+        running = asyncio.create_task(post(session, ASK))
+        while not engine.requests:
+            await asyncio.sleep(0)
+        assert (await post(session, ASK | {"n": 64}))[0] == 429
+        assert len(engine.requests) == 1
+        await engine.resume()
+        assert (await running)[0] == 200
+        assert [(await post(session, ASK | {"n": n}))[0] for n in (64, 1)] == [200, 403]
+
+
+async def test_an_agent_without_turns_left_keeps_those_that_are_being_sampled(
+    policy: Callable[..., EpisodePolicy],
+) -> None:
+    episode = policy(max_turns=3)
+    engine: Any = episode.engine
+    await engine.start()
+    await engine.pause()
+    ended: list[int] = []
+    async with AgentSession(episode, on_end=lambda: ended.append(1)) as session:
+        running = [asyncio.create_task(post(session, ASK | {"n": n})) for n in (2, 1)]
+        while len(engine.requests) < 3:
+            await asyncio.sleep(0)
+        assert (await post(session, ASK))[0] == 403
+        assert ended == []
+        await engine.resume()
+        assert [status for status, _ in await asyncio.gather(*running)] == [200, 200]
+        assert (session.turns, ended) == (3, [1])

@@ -36,7 +36,7 @@ from asyncrl.rewards import scoring_program
 from asyncrl.rollout.episode import EpisodePolicy
 from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory
 from asyncrl.runtime import shield_until_done
-from asyncrl.sandboxes.contract import How, ProgramEnd, SandboxLimits, unstartable
+from asyncrl.sandboxes.contract import CheckEnds, How, ProgramEnd, SandboxLimits, unstartable
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox, visible_paths
 from asyncrl.sandboxes.pool import SandboxPool
 from asyncrl.serve.agents import MODEL_NAME, AgentSession
@@ -49,10 +49,8 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _END_S = 10.0
 _GRACE_S = 5.0
 """Time for an agent to end once it has no more turns."""
-_NOT_STARTED = (126, 127)
-"""Status of a command whose program cannot be started."""
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh", "env", "timeout", "xargs")
-"""Programs that end with these for a command that they run."""
+"""Programs that end with status 126 or 127 for a command that they cannot start."""
 _LAST_WORDS = 500
 _MOST_SANDBOXES = 4096
 _SANDBOX: Mapping[str, Any] = {"memory_bytes": 4 << 30, "file_bytes": 256 << 20, "files": 1024, "children": 256}
@@ -408,13 +406,12 @@ class CommandEnvironment:
         judging = await place.run(command, env, factory.limits, over=asyncio.Event())
         failed = not judging.succeeded
         if factory.judged_by == "test_command":  # which the agent's work may crash
-            unstarted = factory.judge_starts and judging.code in _NOT_STARTED
+            unstarted = factory.judge_starts and judging.not_started
             failed = unstarted or judging.how in ("deadline", "stopped") or judging.killed_from_outside
         if failed:
             raise _failure(f"{factory.judged_by}", judging, factory)
         if factory.judged_by == "test_command":
-            limited = float(judging.how in ("output", "memory"))
-            return _Earned(float(judging.succeeded), info={REWARD_PARTS: {"test_limits": limited}})
+            return _Earned(float(judging.succeeded), info={REWARD_PARTS: factory.tests.parts(judging)})
         return _score((judging.stdout.strip().splitlines() or [""])[-1], turns=len(turns))
 
 
@@ -456,7 +453,7 @@ def _failure(who: str, end: ProgramEnd, factory: CommandFactory) -> EnvironmentF
         "memory": "held more than memory_bytes",
         "killed": f"was killed by signal {end.code}",
         "stopped": "was stopped",
-        "exited": f"ended with status {end.code}" + (" (it could not be started)" if end.code in _NOT_STARTED else ""),
+        "exited": f"ended with status {end.code}" + (" (it could not be started)" if end.not_started else ""),
     }[end.how]
     name, last = ("stderr", end.stderr) if end.stderr.strip() else ("stdout", end.stdout)
     kind = EnvironmentDeadlineError if end.how == "deadline" else EnvironmentFailure
@@ -539,6 +536,14 @@ def _is_file(text: str) -> bool:
     return os.path.isfile(text)  # noqa: PTH113  of a text that is too long for a path, pathlib raises
 
 
+def _is_script(program: str) -> bool:
+    """Check for a file of this machine that an interpreter runs; programs that are found by ``PATH`` are none."""
+    if not (program.startswith("/") and _is_file(program)):
+        return False
+    with Path(program).open("rb") as file:
+        return file.read(2) == b"#!"
+
+
 _CAPABILITIES = {
     name: property(attrgetter(f"_tasks.{name}")) for name in ("held_out_rows", "filter_overlong_prompts", "difficulty")
 }
@@ -556,8 +561,9 @@ class CommandFactory:
         reward: where the reward comes from instead: ``exit_status`` (1 if the program ends with status 0, else 0).
             Anything else is an option of ``tasks``.
         test_command: run in the program's folder afterwards; the reward is 1 if it ends with status 0, else 0. Status
-            126 or 127 is a failure, as of a command that cannot be started, but not of a shell, or in that folder;
-            so is the deadline, and a signal that may come from outside (SIGKILL, SIGTERM). No other end is one.
+            126 or 127 is a failure, as of a command that cannot be started, but not of a shell, a script, or a program
+            in that folder; so is the deadline, and a signal that may come from outside (SIGKILL, SIGTERM). No other
+            end is one.
         score_command: likewise; the reward is the number on the last line of its output.
         env: further environment variables, with the same placeholders. Of this process's own the program gets
             ``PATH``, ``LANG`` and the like alone.
@@ -620,9 +626,11 @@ class CommandFactory:
             raise ConfigError("the reward comes from one of several", path=f"{_KEY}.reward", remedy=remedy)
         self.judged_by: Literal["rule", "exit_status", "test_command", "score_command"] = "rule"
         self.judging_command = _absolute(test_command or score_command, copy)
-        # Status 126 or 127 of a shell may be that of a command in it, and a program of the folder may be gone.
+        # Status 126 or 127 of a shell or a script may be that of a command in it; a program of the folder may be gone.
         program = "".join(self.judging_command[:1])
-        self.judge_starts = Path(program).name not in _SHELLS and (program.startswith("/") or "/" not in program)
+        shell = Path(program).name in _SHELLS or _is_script(program)
+        self.judge_starts = not shell and (program.startswith("/") or "/" not in program)
+        self.tests = CheckEnds("test")
         if self._sandbox is not None:
             self._carry(self.command, self.files, "files")
             self._carry(self.judging_command, self.judging_files, "judging_files")

@@ -329,16 +329,29 @@ async def test_work_that_crashes_its_test_earns_nothing(
 
     for crash, limited in (("import os; os.kill(os.getpid(), 11)", 0.0), ("print('x' * 5000)", 1.0)):
         (failed,), _ = await play(tested(crash))
-        assert (failed.reward, failed.info["reward_parts"]) == (0.0, {"test_limits": limited})
+        assert (failed.reward, failed.info["reward_parts"]) == (0.0, {"test_limits": limited, "test_not_started": 0.0})
     with pytest.raises(EnvironmentFailure, match="test_command was killed by signal 9"):
         await play(tested("import os; os.kill(os.getpid(), 9)"))
 
 
-async def test_a_test_that_cannot_be_started_is_no_reward(play: Callable[..., Any]) -> None:
-    # What a shell does not find, or a program of the folder that is gone, is the agent's doing: no further attempt.
-    for wrong in (["sh", "-c", "exit 1"], ["sh", "-c", "./no-such-test"], ["./no-such-test"]):
-        (failed,), _ = await play(factory_of("prepares", test_command=wrong))
-        assert failed.reward == 0.0
+async def test_a_test_that_cannot_be_started_is_no_reward(
+    play: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # What a shell or a script does not find, or a program of the folder that is gone, may be the agent's doing.
+    script = tmp_path / "test.sh"
+    script.write_text("#!/bin/sh\n./no-such-test\n")
+    script.chmod(0o755)
+    missing = ["sh", "-c", "./no-such-test"]
+    for wrong, started in ((["sh", "-c", "exit 1"], 1), (missing, 0), (["./no-such-test"], 0), ([str(script)], 0)):
+        factory = factory_of("prepares", test_command=wrong)
+        trajectories, _ = await play(factory, episodes=2)
+        for failed in trajectories:
+            assert failed.reward == 0.0
+            assert failed.info["reward_parts"] == {"test_limits": 0.0, "test_not_started": float(not started)}
+        told = [record.getMessage() for record in caplog.records if "test_not_started" in record.getMessage()]
+        assert len(told) == (not started)
+        assert all("no-such-test" in each for each in told)
+        caplog.clear()
     test_command = [sys.executable, "-c", "raise SystemExit(127)"]
     with pytest.raises(EnvironmentFailure, match=r"test_command ended with status 127 \(it could not be started\)"):
         await play(factory_of("prepares", test_command=test_command))

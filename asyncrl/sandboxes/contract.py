@@ -210,9 +210,9 @@ class Sandbox(ABC):
         """Return a file of ``output_bytes`` at most.
 
         Raises:
-            OSError: it cannot be read, or is larger.
+            OSError: it cannot be read, is larger, or is a pipe.
         """
-        return await self._shell('cat -- "$1"', path)
+        return await self._shell('[ ! -p "$1" ] && cat -- "$1"', path)
 
     async def snapshot(self) -> bytes:
         """Return the folder as a tar archive, for :meth:`SandboxBackend.create`. It is data of untrusted programs.
@@ -234,6 +234,9 @@ class Sandbox(ABC):
         if argument.startswith("-"):
             argument = f"./{argument}"
         end = await self.exec(["/bin/sh", "-c", script, "sh", argument], stdin=stdin, output_bytes=output_bytes)
+        if end.how == "deadline" or end.killed_from_outside:  # which no file of a program can cause
+            await self.destroy()
+            raise SandboxError(f"{argument or script}: a sandbox ended it ({end.how})")
         if not end.succeeded:
             raise OSError(f"{argument or script}: {end.stderr.strip()[:500] or end.how}")
         return end.output

@@ -161,8 +161,10 @@ class NamespacesSandbox(Sandbox):
                 if connection is not None:
                     connection.close()  # only the program has its end
                 return await self._end(pipes, deadline_s, over)
-            except BaseException:
+            except BaseException as error:
                 await self.destroy()
+                if isinstance(error, OSError):
+                    raise as_failure("a command could not be started", error) from error
                 raise
             finally:
                 pipes.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from asyncrl.envs.sandbox import SandboxFactory, answer_text
 from asyncrl.errors import ConfigError, EnvironmentFailure, SandboxError
 from asyncrl.interfaces import EnvironmentWait, Message, Step, Task, Tool
 from asyncrl.rollout.episode import replay_episode
+from asyncrl.sandboxes import namespaces
 from asyncrl.sandboxes.contract import ProgramEnd, SandboxLimits
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
 
@@ -190,6 +192,20 @@ async def test_a_sandbox_that_dies_is_a_failure_and_no_reward(tmp_path: Path, mo
     sandboxes[0]._process.kill()
     with pytest.raises(SandboxError):
         await environment.step(call("bash", command="ls"))
+    await environment.close()
+    await made.aclose()
+
+
+async def test_a_worker_without_descriptors_is_a_failure_and_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def broken(pipes: Any, stdin: bytes) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    made = factory(tmp_path)
+    environment = made.make()
+    await environment.reset(made.task(0, split="train"))
+    monkeypatch.setattr(namespaces._Pipes, "open", broken)
+    with pytest.raises(SandboxError, match=r"a command could not be started: .*Too many open files"):
+        await environment.step({"role": "assistant", "content": "done"})
     await environment.close()
     await made.aclose()
 

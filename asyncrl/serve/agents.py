@@ -21,7 +21,7 @@ from typing import Any, Self, cast
 
 from msgspec.structs import replace
 
-from asyncrl.errors import AsyncRLError, InvalidDataError, RequestAbortedError
+from asyncrl.errors import AsyncRLError, ConfigError, EnvironmentFailure, InvalidDataError, RequestAbortedError
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, SamplingParams, Task
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy
@@ -97,7 +97,10 @@ class AgentSession:
         self._server = Server(self._state, Binding(port=0))
 
     async def __aenter__(self) -> Self:
-        await self._server.start_agent_plane()
+        try:
+            await self._server.start_agent_plane()
+        except ConfigError as error:  # of this process: it has no descriptor left, for example
+            raise EnvironmentFailure(f"the session of an agent cannot be served: {error}") from error
         return self
 
     async def __aexit__(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import resource
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import pytest
 
+from asyncrl.errors import EnvironmentFailure
 from asyncrl.interfaces import SamplingParams
 from asyncrl.rollout.episode import EpisodePolicy
 from asyncrl.serve import chat
@@ -239,3 +243,23 @@ async def test_an_agent_without_turns_left_keeps_those_that_are_being_sampled(
         await engine.resume()
         assert [status for status, _ in await asyncio.gather(*running)] == [200, 200]
         assert (session.turns, ended) == (3, [1])
+
+
+async def test_a_session_that_cannot_be_served_costs_its_episode_alone(
+    policy: Callable[..., EpisodePolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        async with AgentSession(policy()):
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            assert soft > 65_536 or soft == hard
+        monkeypatch.setattr(socket, "getaddrinfo", full)
+        with pytest.raises(EnvironmentFailure, match=r"session of an agent cannot be served: .*Too many open files"):
+            async with AgentSession(policy()):
+                pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -88,7 +88,6 @@ class AgentSession:
                 concurrent_requests_per_key=_CONCURRENT_REQUESTS,
                 session_tokens=policy.max_turns * policy.max_seq_len + 1,
                 default_new_tokens=policy.sampling.max_new_tokens,
-                request_timeout_s=86_400.0,
                 session_idle_s=math.inf,
                 conversation_bytes_per_key=64 << 20,
             ),

@@ -285,7 +285,8 @@ class Middleware:
         if route.request is not None:
             decoder = msgspec.json.Decoder(route.request)
         state, plane, api = self._state, self._access.plane, route.api
-        time_s = state.limits.request_timeout_s if route.timed else None
+        timed = route.timed and plane != "agent"  # whose requests end with their episode
+        time_s = state.limits.request_timeout_s if timed else None
         deadlines = _Deadlines(time_s) if time_s is not None else None
         label = f"{route.method} {route.path}"
 

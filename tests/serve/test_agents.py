@@ -80,14 +80,25 @@ async def test_a_request_that_the_engine_refuses_is_the_agents_mistake(policy: C
         assert (await post(session, ASK))[0] == 403  # what was refused had been sent
 
 
-async def test_a_session_lasts_as_long_as_its_agent(policy: Callable[..., EpisodePolicy]) -> None:
+async def test_a_session_lasts_as_long_as_its_agent_and_leaves_no_timer(
+    policy: Callable[..., EpisodePolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
     episode = policy()
     engine: Any = episode.engine
     await engine.start()
+    loop, set_s = asyncio.get_running_loop(), list[float]()
+    call_at = loop.call_at
+
+    def noted(when: float, *given: Any, **more: Any) -> Any:
+        set_s.append(when - loop.time())
+        return call_at(when, *given, **more)
+
+    monkeypatch.setattr(loop, "call_at", noted)
     async with AgentSession(episode) as session:
         await post(session, ASK)
         session._state.sessions._clock = lambda: 1e9
         assert (await post(session, ASK))[0] == 200
+    assert max(set_s, default=0.0) < 600.0
 
 
 @pytest.mark.parametrize("enforced", [False, True])

@@ -162,6 +162,10 @@ class _Limits:
     output_bytes: int
 
 
+class _NoPlaceError(EnvironmentFailure):
+    """A program has left no place for the next one: its folder is gone, or its sandbox is full or blocked."""
+
+
 class _Machine:
     """A folder of this machine, in which programs run as this user."""
 
@@ -192,7 +196,10 @@ class _Machine:
     ) -> ProgramEnd:
         del session  # which is on this machine
         folder, limit = Path(self.folder) / "work", asdict(limits)
-        return await run_program(command, folder=folder, env={**self._env, **env}, over=over, **limit)
+        try:
+            return await run_program(command, folder=folder, env={**self._env, **env}, over=over, **limit)
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            raise _NoPlaceError(f"the agent has removed its folder: {error}") from error
 
     @staticmethod
     async def _in_thread(call: Callable[..., object], *given: Any, **more: Any) -> None:
@@ -238,16 +245,17 @@ class _Sandboxed:
     async def prepare_judging(self, factory: CommandFactory, name: str) -> None:
         """Make a folder ``name`` with an empty ``home`` and what the agent must not have touched."""
         files = _under(name, {"home": None, **factory.judging_files})
+        made = await asyncio.to_thread(_archive, files)
         try:
-            await self._sandbox.restore(await asyncio.to_thread(_archive, files))
+            await self._sandbox.restore(made)
         except OSError as error:
-            raise EnvironmentFailure(f"the agent leaves no room for {factory.judged_by}: {error}") from error
+            raise _NoPlaceError(f"the agent leaves no room for {factory.judged_by}: {error}") from error
 
     async def write(self, name: str, text: str) -> None:
         try:
             await self._sandbox.write(name, text.encode())
         except OSError as error:
-            raise EnvironmentFailure(f"{name} cannot be written in the agent's sandbox: {error}") from error
+            raise _NoPlaceError(f"{name} cannot be written in the agent's sandbox: {error}") from error
 
     async def run(
         self,
@@ -398,12 +406,17 @@ class CommandEnvironment:
             return _Earned(float(step.reward), info=dict(step.info))
         name = f"judge-{secrets.token_hex(8)}"  # in which the agent can have prepared nothing
         own = f"{place.folder}/{name}"
-        await place.prepare_judging(factory, name)
-        await place.write(f"{name}/turns.json", json.dumps(turns))
         command = [filled(part, {**names, "judging_files": own}) for part in factory.judging_command]
         home = {**dict.fromkeys(("HOME", "TMPDIR"), f"{own}/home"), "PYTHONNOUSERSITE": "1"}
         env = {**home, **env, "ASYNCRL_TURNS_FILE": f"{own}/turns.json"}
-        judging = await place.run(command, env, factory.limits, over=asyncio.Event())
+        try:
+            await place.prepare_judging(factory, name)
+            await place.write(f"{name}/turns.json", json.dumps(turns))
+            judging = await place.run(command, env, factory.limits, over=asyncio.Event())
+        except _NoPlaceError as error:
+            if factory.judged_by == "score_command":
+                raise
+            judging = ProgramEnd(how="memory", code=0, error=str(error).encode())
         failed = not judging.succeeded
         if factory.judged_by == "test_command":  # which the agent's work may crash
             unstarted = factory.judge_starts and judging.not_started

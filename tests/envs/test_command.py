@@ -357,6 +357,22 @@ async def test_a_test_that_cannot_be_started_is_no_reward(
         await play(factory_of("prepares", test_command=test_command))
 
 
+@pytest.mark.parametrize(
+    ("manner", "sandbox", "text"),
+    [
+        ("removes", None, "the agent has removed its folder"),
+        ("fills", {"file_bytes": 1 << 20}, "turns.json cannot be written in the agent's sandbox: .*[Nn]o space"),
+    ],
+)
+async def test_an_agent_that_leaves_no_place_for_its_test_earns_nothing(
+    play: Callable[..., Any], manner: str, sandbox: dict[str, Any] | None, text: str
+) -> None:
+    (failed,), _ = await play(factory_of(manner, test_command=["true"], sandbox=sandbox))
+    assert (failed.reward, failed.info["reward_parts"]) == (0.0, {"test_limits": 1.0, "test_not_started": 0.0})
+    with pytest.raises(EnvironmentFailure, match=text):
+        await play(factory_of(manner, score_command=["echo", "1"], sandbox=sandbox))
+
+
 async def test_a_program_may_give_credit_to_turns(play: Callable[..., Any]) -> None:
     program = (
         "import json, os; turns = json.load(open(os.environ['ASYNCRL_TURNS_FILE']));"

@@ -21,8 +21,15 @@ from typing import Any, Self, cast
 
 from msgspec.structs import replace
 
-from asyncrl.errors import AsyncRLError, ConfigError, EnvironmentFailure, InvalidDataError, RequestAbortedError
-from asyncrl.interfaces import GenerationChunk, GenerationRequest, SamplingParams, Task
+from asyncrl.errors import (
+    AsyncRLError,
+    ConfigError,
+    EngineError,
+    EnvironmentFailure,
+    InvalidDataError,
+    RequestAbortedError,
+)
+from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest, SamplingParams, Task
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy
 from asyncrl.rollout.trajectory import Trajectory, derive_seed
@@ -164,19 +171,24 @@ class AgentSession:
             seed=derive_seed(self._policy.seed, "turn", number),
         )
         own = replace(request, request_id=f"{self._policy.request_prefix}-{number}", sampling=sampling)
+        reason: FinishReason | None = None
         try:
             stream = self._policy.engine.generate(own)
             async with aclosing(cast(AsyncGenerator[GenerationChunk, None], stream)) as chunks:
                 async for chunk in chunks:
-                    if chunk.finish_reason == "abort":
+                    reason = chunk.finish_reason
+                    if reason == "abort":
                         raise RequestAbortedError(f"the engine aborted request {own.request_id!r}")
                     self.weight_version = max(self.weight_version, *chunk.weight_versions, -1)
                     formed = replace(chunk, weight_versions=(-1,) * len(chunk.token_ids))
                     yield formed if own.sampling.grammar else chunk
+            if reason is None:
+                raise EngineError(f"request {own.request_id!r} ended without a finish reason")
         except InvalidDataError:  # of the request, which the agent gets as its answer
             raise
-        except AsyncRLError as error:
-            self.failure = self.failure or error
+        except Exception as error:  # whatever an engine raises is its failure
+            known = error if isinstance(error, AsyncRLError) else EngineError(f"{type(error).__name__}: {error}")
+            self.failure = self.failure or known
             self._on_end()
             raise
         finally:

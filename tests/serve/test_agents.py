@@ -6,14 +6,14 @@ import asyncio
 import errno
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
 import pytest
 
-from asyncrl.errors import EnvironmentFailure
-from asyncrl.interfaces import SamplingParams
+from asyncrl.errors import EngineError, EnvironmentFailure
+from asyncrl.interfaces import GenerationChunk, GenerationRequest, SamplingParams
 from asyncrl.rollout.episode import EpisodePolicy
 from asyncrl.serve import chat
 from asyncrl.serve.agents import AgentSession
@@ -78,6 +78,39 @@ async def test_a_request_that_the_engine_refuses_is_the_agents_mistake(policy: C
         answered, _ = await post(session, ASK)
         assert (refused, answered, session.failure, ended) == (400, 200, None, [])
         assert (await post(session, ASK))[0] == 403  # what was refused had been sent
+
+
+class BreakingEngine:
+    """Raises an error after the first token, or ends there without one."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        yield GenerationChunk(token_ids=(7,), log_probs=(-0.5,), weight_versions=(3,))
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (RuntimeError("no memory"), "RuntimeError: no memory"),
+        (EngineError("it is dead"), "it is dead"),
+        (None, "request 'row-0' ended without a finish reason"),
+    ],
+)
+async def test_whatever_ends_an_engine_is_the_failure_of_the_episode(
+    policy: Callable[..., EpisodePolicy], error: Exception | None, known: str, stream: bool
+) -> None:
+    ended: list[int] = []
+    episode = policy(engine=BreakingEngine(error))
+    async with AgentSession(episode, on_end=lambda: ended.append(1)) as session, aiohttp.ClientSession() as http:
+        async with http.post(f"{session.url}/v1/chat/completions", json=ASK | {"stream": stream}) as answer:
+            await answer.read()
+        assert (type(session.failure), str(session.failure)) == (EngineError, known)
+    assert (session.turns, ended) == (0, [1])
 
 
 async def test_a_session_lasts_as_long_as_its_agent_and_leaves_no_timer(

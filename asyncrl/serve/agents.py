@@ -152,7 +152,10 @@ class AgentSession:
         self, task: Task, *, reward: float, info: Mapping[str, Any], turn_rewards: Sequence[float] = ()
     ) -> Trajectory:
         """Return what was captured; see :meth:`asyncrl.serve.sessions.Session.trajectory`. Any: as in a Step."""
-        made = self._session.trajectory(task=task, reward=reward, info=info, turn_rewards=turn_rewards)
+        most = self._policy.max_seq_len
+        made = self._session.trajectory(
+            task=task, reward=reward, info=info, turn_rewards=turn_rewards, max_seq_len=most
+        )
         return dataclasses.replace(made, finish_reason="max_turns") if self.refused else made
 
     # ------------------------------------------------------------------------------------------------ as a TokenPool

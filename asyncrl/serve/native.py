@@ -266,7 +266,11 @@ async def _store(
         if body.turn_rewards and len(body.turn_rewards) != session.turns:
             raise APIError(400, f"there are {len(body.turn_rewards)} turn_rewards for {session.turns} turns")
         trajectory = session.trajectory(
-            task={"session": session.name}, reward=body.reward, info=body.info, turn_rewards=body.turn_rewards
+            task={"session": session.name},
+            reward=body.reward,
+            info=body.info,
+            turn_rewards=body.turn_rewards,
+            max_seq_len=state.context_tokens,
         )
         try:
             kept = await sink.put([trajectory], group=body.group, holder=session.holder, size=body.group_size)

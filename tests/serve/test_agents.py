@@ -307,3 +307,22 @@ async def test_a_session_that_cannot_be_served_costs_its_episode_alone(
                 pass
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_an_episode_ends_for_its_length_if_its_last_turn_fills_the_context(
+    policy: Callable[..., EpisodePolicy],
+) -> None:
+    ends: list[str] = []
+    most = 512
+    for asked in (2, 64):
+        episode = policy(max_seq_len=most)
+        engine: Any = episode.engine
+        await engine.start()
+        async with AgentSession(episode) as session:
+            await post(session, ASK | {"max_tokens": asked})
+        (request,) = engine.requests
+        most = len(request.prompt_token_ids) + 2  # of the next one
+        trajectory = session.trajectory({}, reward=0.0, info={})
+        assert trajectory.turns[0].finish_reason == "length"
+        ends.append(trajectory.finish_reason)
+    assert ends == ["done", "max_seq_len"]

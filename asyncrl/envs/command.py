@@ -266,15 +266,18 @@ class _Sandboxed:
         over: asyncio.Event,
         session: AgentSession | None = None,
     ) -> ProgramEnd:
-        if (end := unstartable(command, env)) is not None:
-            raise EnvironmentFailure(f"{command[0]} cannot be started: {end.stderr.strip()}")
         work, given = f"{self.folder}/work", {**asdict(limits), "env": env, "over": over}
-        if session is None or not self._sandbox.isolation.network:
-            return await self._sandbox.exec(["/bin/sh", "-c", _IN_FOLDER, work, *command], **given)
+        served = session if self._sandbox.isolation.network else None
+        launch = ["/bin/sh", "-c", _IN_FOLDER, work, *command]
+        if served is not None:
+            launch = [sys.executable, "-I", "-S", "-c", _WITH_SERVER, str(served.port), work, *command]
+        if (end := unstartable(launch, env)) is not None:
+            raise EnvironmentFailure(f"{command[0]} cannot be started: {end.stderr.strip()}")
+        if served is None:
+            return await self._sandbox.exec(launch, **given)
         ours, theirs = socket.socketpair()
-        serving = asyncio.create_task(_serve_on_what_comes(ours, session))
+        serving = asyncio.create_task(_serve_on_what_comes(ours, served))
         try:
-            launch = [sys.executable, "-I", "-S", "-c", _WITH_SERVER, str(session.port), work, *command]
             return await self._sandbox.exec(launch, connection=theirs, **given)
         finally:
             theirs.close()
@@ -406,7 +409,8 @@ class CommandEnvironment:
             return _Earned(float(step.reward), info=dict(step.info))
         name = f"judge-{secrets.token_hex(8)}"  # in which the agent can have prepared nothing
         own = f"{place.folder}/{name}"
-        command = [filled(part, {**names, "judging_files": own}) for part in factory.judging_command]
+        names = {**names, "judging_files": own}
+        command = [filled(part, names, option=factory.judged_by) for part in factory.judging_command]
         home = {**dict.fromkeys(("HOME", "TMPDIR"), f"{own}/home"), "PYTHONNOUSERSITE": "1"}
         env = {**home, **env, "ASYNCRL_TURNS_FILE": f"{own}/turns.json"}
         try:
@@ -506,8 +510,8 @@ def _addresses(session: AgentSession) -> dict[str, str]:
     }
 
 
-def filled(text: str, names: Mapping[str, str]) -> str:
-    """Fill in ``{name}``; other braces stay.
+def filled(text: str, names: Mapping[str, str], *, option: str = "command") -> str:
+    """Fill in ``{name}`` in the value of an option; other braces stay.
 
     >>> filled('{task}: {"a": 1}', {"task": "add"})
     'add: {"a": 1}'
@@ -519,7 +523,7 @@ def filled(text: str, names: Mapping[str, str]) -> str:
     def of(found: re.Match[str]) -> str:
         if found[1] not in names:
             remedy = f"one of {', '.join(sorted(names))}"
-            raise ConfigError(f"{text!r} has no value for {found[0]}: {remedy}", path=f"{_KEY}.command", remedy=remedy)
+            raise ConfigError(f"{text!r} has no value for {found[0]}: {remedy}", path=f"{_KEY}.{option}", remedy=remedy)
         return names[found[1]]
 
     return _PLACEHOLDER.sub(of, text)
@@ -676,7 +680,7 @@ class CommandFactory:
     def environment(self, names: Mapping[str, str], folder: str) -> dict[str, str]:
         """Return the environment variables of a program, beside those of the place where it runs."""
         return {"ASYNCRL_TASK_FILE": f"{folder}/task.json"} | {
-            name: filled(value, names) for name, value in self._env.items()
+            name: filled(value, names, option="env") for name, value in self._env.items()
         }
 
     @contextlib.asynccontextmanager

@@ -23,7 +23,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.envs.calculator import CalculatorFactory
-from asyncrl.envs.command import CommandFactory, filled, run_program
+from asyncrl.envs.command import CommandFactory, _Sandboxed, filled, run_program
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RequestAbortedError
 from asyncrl.interfaces import (
     Environment,
@@ -36,7 +36,7 @@ from asyncrl.interfaces import (
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy, run_agent_episode
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.sandboxes.contract import SandboxLimits
+from asyncrl.sandboxes.contract import Isolation, SandboxLimits
 from asyncrl.sandboxes.namespaces import NamespacesBackend
 from asyncrl.tasks.run import train
 from tests.envs.playing import RecordingEngine
@@ -461,6 +461,26 @@ def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         factory_of("well", test_command=["true"], score_command=["true"])
     with pytest.raises(ConfigError, match=r"has no value for \{mistake\}"):
         filled("{mistake}", {"task": "t"})
+
+
+@pytest.mark.parametrize(("option", "value"), [("test_command", ["true", "{mistake}"]), ("env", {"A": "{mistake}"})])
+async def test_a_placeholder_without_a_value_names_its_option(
+    play: Callable[..., Any], option: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=r"has no value for \{mistake\}") as wrong:
+        await play(factory_of("prepares", **{option: value}))
+    assert wrong.value.path == f"env.options.{option}"
+
+
+async def test_a_command_that_its_launcher_makes_too_long_is_a_failure() -> None:
+    class Unused:
+        folder = "/sandbox"
+        isolation = Isolation(user=True, network=False, processes=True, files=True, system_calls=True)
+
+    unused: Any = Unused()
+    limits: Any = CommandFactory(command=["true"], tasks="calculator").limits
+    with pytest.raises(EnvironmentFailure, match="sh cannot be started: argument list too long"):
+        await _Sandboxed(unused).run(["sh", "x" * (96 * 1024 - 40)], {}, limits, over=asyncio.Event())
 
 
 @pytest.mark.slow

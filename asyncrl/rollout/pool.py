@@ -567,7 +567,7 @@ class RolloutPool:
         except (EnvironmentFailure, RequestAbortedError) as error:
             instance.answered[purpose] += error.tokens_generated
             raise
-        except (asyncio.CancelledError, concurrent.futures.CancelledError):
+        except (asyncio.CancelledError, concurrent.futures.CancelledError, LiveWeightsError):
             task = asyncio.current_task()
             if call in instance.requeued and not (task is not None and task.cancelling()):
                 raise _Requeued from None

@@ -11,7 +11,7 @@
             complete                    the manifest's digest; written last
 
 transformers can load the folder of a full version, too. It is renamed to its number when its files are on the disk.
-Readers copy the tensors, so releasing a version does not disturb them.
+Readers copy the tensors, so releasing a version does not disturb them. It is removed beside what follows.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ from asyncrl.io import DurableFiles
 from asyncrl.weights import TensorEntry, WeightManifest
 from engines.weights.transport import (
     PlacedTensor,
+    Removals,
     VersionedTransport,
     check_layout,
     check_tensors,
     checked_copy,
     existing_folder,
     in_batches,
+    remove_in_time,
     tensor_bytes,
 )
 
@@ -89,6 +91,7 @@ class DiskTransport(VersionedTransport[Path]):
         self.directory = existing_folder(directory, remedy=remedy)
         self.shard_size_bytes = shard_size_bytes
         self._home: _Home | None = None
+        self._removals = Removals()
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[WeightManifest, Path]:
         try:
@@ -104,7 +107,7 @@ class DiskTransport(VersionedTransport[Path]):
         return manifest, folder
 
     def _free(self, version: int, place: Path) -> None:
-        shutil.rmtree(place, ignore_errors=True)
+        self._removals.add(partial(shutil.rmtree, place))
 
     def _close(self) -> None:
         if self._home is not None:
@@ -195,7 +198,7 @@ class _Home:
 
 def _remove_home(path: Path, owner: int, process: int) -> None:
     if process == os.getpid():
-        shutil.rmtree(path, ignore_errors=True)
+        remove_in_time(partial(shutil.rmtree, path, ignore_errors=True), what=str(path))
         os.close(owner)
 
 

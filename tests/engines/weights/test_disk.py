@@ -133,6 +133,27 @@ def test_what_a_dead_publisher_left_is_removed_and_what_a_living_one_has_is_not(
     assert list(tmp_path.iterdir()) == [elsewhere], "the other machine's publisher may be alive"
 
 
+HANGING = """
+import shutil, sys, threading, torch
+import engines.weights.transport
+from engines.weights.disk import DiskTransport
+engines.weights.transport._REMOVING_S = 0.1
+real = shutil.rmtree
+shutil.rmtree = lambda path, **_: real(path, **_) if path.name.startswith(".") else threading.Event().wait()
+transport = DiskTransport(namespace="run", directory=sys.argv[1])
+for version in range(2):
+    transport.publish([("w", torch.arange(100.0))], version=version)
+transport.release(0)
+print("released", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_share_that_hangs_does_not_hold_the_end_of_an_interpreter(tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", HANGING, str(tmp_path)], capture_output=True, timeout=60, check=True)
+    assert ran.stdout == b"released\n"
+
+
 def test_a_folder_that_is_purged_before_its_owner_has_locked_it_is_made_again(
     transport: DiskTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -302,6 +302,7 @@ class Assembly:
         self.pool = RolloutPool(
             replicas,
             kv_cache=self.config.weights.kv_cache,
+            deadline_s=self.config.weights.deadline_s,
             rollout_deadline_s=self.config.rollout.deadline_s,
             revive=restart,
         )

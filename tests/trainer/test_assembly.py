@@ -171,3 +171,13 @@ def assembly_with_pool(tmp_path: Path, settings: list[str]) -> Assembly:
 def test_a_replica_has_the_configured_time_for_a_version(tmp_path: Path) -> None:
     assembly = assembly_with_pool(tmp_path, ["--weights.deadline_s", "900"])
     assert assembly.pool._set._deadline_s == 900.0
+
+
+@pytest.mark.parametrize("backend", ["ray", "local"])
+async def test_a_replica_is_made_again_where_the_head_of_ray_may_hang(tmp_path: Path, backend: str) -> None:
+    assembly = assembly_with_pool(tmp_path, ["--cluster.backend", backend])
+    assembly._make_group = lambda _: MadeGroup()  # type: ignore[assignment, return-value]
+    revive: Any = assembly.pool._revive
+    group = await revive("rollout-0")
+    assert (group.thread == threading.get_ident()) is (backend == "local")
+    assert assembly._groups == {"rollout-0": group}

@@ -823,6 +823,8 @@ async def test_a_replica_that_serves_other_tensors_is_started_again(persists: bo
             with pytest.raises(ResourceError, match="no rollout replica serves: a: it serves other tensors"):
                 await by(pool)
             assert len(every) == 2  # the second time, no further one is made
+            with pytest.raises(WeightError, match="take weight version 2: a: it serves other tensors than version 1"):
+                await pool.publish(manifest(2))
         else:
             assert (await meta_of(pool, rows(2)))["version"] == 1
             assert len(every) == 2

@@ -351,7 +351,7 @@ class Driver:
         self._admission_changed.set()
         self._releasing = tasks.create_task(self._release(), name=f"release before {version}")
         self._go_on(tasks)
-        if self.plan.announces:
+        if self.plan.announces and ended.committed:
             self._unannounced = weights
             if self._announcing is None or self._announcing.done():
                 self._announcing = tasks.create_task(self._announce(), name="announce")

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, WeightError, WeightMismatchError
 from asyncrl.weights import WeightManifest
+from engines.weights import disk
 from engines.weights.disk import DiskTransport
 
 
@@ -209,6 +210,20 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
 def test_a_dtype_that_safetensors_does_not_support_is_refused(transport: DiskTransport) -> None:
     with pytest.raises(WeightError, match=r"safetensors cannot store these tensors \(torch.complex128"):
         transport.publish([("w", torch.ones(3, dtype=torch.complex128))], version=0)
+
+
+def test_a_reader_maps_no_file(transport: DiskTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another machine removes a mapped file of a network file system, the next page fault kills the reader."""
+    manifest = transport.publish(a_model().items(), version=0)
+    check, mapped = disk.check_tensors, list[str]()
+
+    def noted(*given: Any, **options: Any) -> None:
+        mapped.append(Path("/proc/self/maps").read_text())
+        check(*given, **options)
+
+    monkeypatch.setattr(disk, "check_tensors", noted)
+    assert copies(transport, manifest).keys() == a_model().keys()
+    assert ["model-00001" in each for each in mapped] == [False]
 
 
 def test_shards_outside_of_the_folder_are_not_read(transport: DiskTransport, tmp_path: Path) -> None:

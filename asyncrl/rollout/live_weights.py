@@ -57,8 +57,8 @@ async def commit_into(
 ) -> WeightsProof:
     """Commit the prepared version, unless ``engine`` serves it already, and prove it by its ``manifest``.
 
-    An engine that ``proves_commits`` is the client of another, beside which each commit is carried out by this function:
-    it is sent one in any case.
+    One that ``proves_commits`` is the client of another, beside which this function carries each commit out: it is sent
+    one in any case.
 
     Raises:
         LiveWeightsError: the engine serves other tensors than those of the ``manifest``, or computes something else.

@@ -47,7 +47,6 @@ from engines.weights.transport import (
     existing_folder,
     in_batches,
     remove_in_time,
-    tensor_bytes,
 )
 
 _OWNER = "owner"

@@ -29,7 +29,6 @@ _Version: TypeAlias = tuple[bytes, list[Any]]
 """The manifest's digest and the objects. Any: Ray's references, which are untyped."""
 
 
-
 class ObjectStoreTransport(VersionedTransport[_Version]):
     """Implements :class:`asyncrl.weights.WeightTransport` for processes of one Ray cluster.
 

@@ -132,7 +132,7 @@ async def test_an_engine_that_has_loaded_half_of_a_version_or_cannot_prove_it_is
     engine, _, updates = made()
 
     async def load(version: int) -> None:
-        raise Exception(said)  # noqa: TRY002 - as vLLM raises it
+        raise Exception(said)
 
     monkeypatch.setattr(updates, "load", load)
     with pytest.raises(kind, match="weight version 1 was loaded in part"):

@@ -672,8 +672,8 @@ class TrainerWorker(EngineRank[TrainingEngine]):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def release(self, version: int) -> None:
         """Free a published version that no replica needs any more."""
-        if self._transport is not None:  # in a thread: it may wait for a publication, or for a store
-            await in_thread(self._transport.release, version)
+        if (transport := self._transport) is not None:
+            await in_abandonable_thread(lambda: transport.release(version))
 
     def close(self) -> None:
         """Leave the process group and unlink what was published."""

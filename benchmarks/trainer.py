@@ -873,6 +873,7 @@ def measure_saving(arguments: argparse.Namespace, notes: dict[str, object]) -> l
             files.seal(saved, known={f"trainer/{name}": entry for name, entry in written.items()})
             writes_s.append(time.perf_counter() - begun)
 
+        notes["prepared"] = _seconds([Spent.by(engine.prepare_snapshots)])  # as a run does before its first step
         engine.update(batch)
         for _ in range(max(arguments.rounds, 3)):
             steps.append(Spent.by(lambda: engine.update(batch)))

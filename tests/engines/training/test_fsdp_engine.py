@@ -431,7 +431,7 @@ def test_memory_is_prepared_once(engine: MakeEngine, trajectories: Trajectories)
     shards = policy.snapshot().shards
     held = {name: shard.clone() for name, shard in shards.items()}
     policy.prepare_snapshots()
-    assert _same(shards, held)
+    assert _same(dict(shards), held)
     assert all(policy.snapshot().shards[name] is shard for name, shard in shards.items())
 
 

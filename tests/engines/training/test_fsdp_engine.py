@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -398,6 +399,9 @@ def test_a_checkpoint_that_is_damaged_or_of_another_model_changes_nothing(
         {"lora": {"rank": 2, "alpha": 4.0}},
         {"optimizer": "adafactor"},
         {"optimizer": "muon"},
+        pytest.param(
+            {"optimizer": "adamw_8bit"}, marks=pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+        ),
         {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}},
         {"optimizer": "sgd"},
     ],

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import CheckpointError
@@ -103,8 +102,10 @@ class HostMemory:
 
         Where there is too little, the snapshot raises the error.
         """
-        with FakeTensorMode(allow_non_fake_inputs=True):  # sizes alone
-            moments = optimizer.empty_moments()
+        moments: _Moments = {}
+        for name in (name for name, parameter in model.parameters_by_name() if parameter.requires_grad):
+            parts = optimizer.empty_moments([name])[name]  # of one at a time: this is memory of the device
+            moments[name] = {key: part.to("meta") for key, part in parts.items()}
         shards, _ = _shards_to_write(model, moments, ranks, self)
         with self.in_use, suppress(RuntimeError):
             for new in self._allocate(shards):

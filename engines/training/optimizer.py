@@ -222,9 +222,8 @@ class ShardedOptimizer:
     def steps(self) -> dict[str, int]:
         return dict(self._steps)
 
-    def empty_moments(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Tensor]]:
-        """Return what :meth:`moments` has of these parameters, or of all, behind a step, with any values."""
-        names = self._sharded if names is None else names
+    def empty_moments(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+        """Return what :meth:`moments` has of these parameters behind a step, with any values."""
         return {name: {key: part for key, part, _ in _parts(self._empty_state(name))} for name in names}
 
     def restore(self, moments: Mapping[str, Mapping[str, Tensor]], steps: Mapping[str, int]) -> None:

@@ -71,7 +71,9 @@ ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HANG_S = 240.0
 """A run that makes no step for so long hangs."""
 TOGETHER_S = 5.0
-"""Of two kills within so long in one life, the later one may find the life at its end."""
+"""A process that was killed so shortly before the one whose death ends the life may be gone without news of its own."""
+END_S = 15.0
+"""And one that is killed within so long after it may find the life at its end."""
 
 
 @dataclass
@@ -435,9 +437,9 @@ class HurtRun:
         return bool(kill.witness)
 
     def _ended_beside(self, kill: Kill) -> str:
-        """Return a witness if the life ended by name because of another kill, TOGETHER_S from this one at most."""
+        """Return a witness if the life ended by name because of another kill, shortly before or after this one."""
         for other in self.kills:
-            together = other is not kill and other.lives == kill.lives and abs(other.at - kill.at) <= TOGETHER_S
+            together = other.lives == kill.lives and -TOGETHER_S <= kill.at - other.at <= END_S and other is not kill
             if together and other.witness.startswith("error: ") and self.lives > kill.lives:
                 return f"the life had ended by then: {other.witness}"[:500]
         return ""

@@ -1,9 +1,12 @@
 """Environments from elsewhere: episodes of each with a scripted policy, what drifts, and what they leave behind.
 
-    python benchmarks/environments.py [--json] [--episodes 1000] [--only gymnasium,openenv,...]
+    python benchmarks/environments.py [--json] [--episodes 1000] [--only gymnasium,openenv,...] [--scratch]
 
-Every adapter plays many episodes, eight at a time, offline; one whose package is not installed is left out by name
-(openenv's server runs from the folder of ASYNCRL_OPENENV_PACKAGES, as in .ci/run).
+Every adapter plays many episodes, eight at a time, offline, with a policy that makes legal moves, or (--scratch) with a
+tiny model of random weights, all games of textarena sharing the episodes. An adapter whose package is not there is left
+out: openenv's server runs from the folder of ASYNCRL_OPENENV_PACKAGES, as in .ci/run; mcp's servers are the programs
+mcp-server-time and mcp-server-calculator on PATH; the taskset of verifiers is one of its tests (tests/v1/fixtures of
+its source, on PYTHONPATH).
 
 * drift_tokens: sampled tokens that are not, at their places, the tokens that would be trained on;
 * leaked_processes: processes, descriptors and tasks that are left after the episodes of an adapter.
@@ -19,6 +22,7 @@ import os
 import platform
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -41,14 +45,27 @@ from asyncrl.envs.mcp import MCPFactory
 from asyncrl.envs.openenv import OpenEnvFactory
 from asyncrl.envs.sandbox import SandboxFactory
 from asyncrl.envs.textarena import TextArenaFactory, choose_bracketed
+from asyncrl.envs.verifiers import VerifiersFactory
 from asyncrl.errors import ConfigError
-from tests.envs.playing import play, scratch_renderer
+from engines.training import scratch
+from tests.envs.playing import RecordingModel, play, scratch_renderer
 
 MCP_SERVER = Path(__file__).parents[1] / "tests" / "envs" / "mcp_server.py"
 OPENENV = os.environ.get("ASYNCRL_OPENENV_PACKAGES", "")
 OPENENV_SERVER = Path(__file__).parents[1] / "tests" / "envs" / "openenv_server.py"
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
-LAKE = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "is_slippery": False}
+GYMNASIUM: dict[str, dict[str, Any]] = {
+    "FrozenLake-v1": {"actions": ["left", "down", "right", "up"], "is_slippery": False},
+    "Taxi-v4": {"render": True},
+    "Blackjack-v1": {"actions": ["stick", "hit"]},
+    "CliffWalking-v1": {},
+    "CartPole-v1": {},
+}
+MCP_SERVERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mcp-server-time": ("get_current_time", {"timezone": "UTC"}, '"UTC"'),
+    "mcp-server-calculator": ("calculate", {"expression": "6*7"}, "42"),
+}
+"""Programs from the index: a tool of each, its arguments, and what its answer contains."""
 
 
 SILENT = (
@@ -86,9 +103,16 @@ def adapters(folder: Path) -> Iterator[tuple[str, Callable[[], Any], Callable[[s
     draw = random.Random(0)
     yield "calculator", CalculatorFactory, lambda text: str(len(text))
     if find_spec("gymnasium"):
-        yield "gymnasium", lambda: GymnasiumFactory(**LAKE), lambda text: draw.choice(LAKE["actions"])
+        for game, options in GYMNASIUM.items():
+            factory = GymnasiumFactory(id=game, **options)
+            yield f"gymnasium {game}", lambda it=factory: it, lambda text, it=factory: it._actions.write(draw)
     servers = {"here": {"command": [sys.executable, str(MCP_SERVER)]}}
     yield "mcp", lambda: MCPFactory(servers=servers, files=rows(folder), reward="none"), lambda text: "1"
+    if all(map(shutil.which, MCP_SERVERS)):
+        installed = {name: {"command": [name]} for name in MCP_SERVERS}
+        yield "mcp of the index", lambda: MCPFactory(servers=installed, files=rows(folder), reward="none"), use_tools
+    if find_spec("verifiers") and find_spec("echo_v1"):
+        yield "verifiers", lambda: VerifiersFactory(taskset="echo_v1"), lambda text: text[-100:]
     options = {"files": rows(folder), "check": "true", "most": 4, "warm": 4}
     once = CALL % ("bash", json.dumps({"command": "echo x >> file; cat file"}))
     yield "sandbox", lambda: SandboxFactory(**options), lambda text: "1" if "tool" in text[-200:] else once
@@ -98,6 +122,15 @@ def adapters(folder: Path) -> Iterator[tuple[str, Callable[[], Any], Callable[[s
             yield f"textarena {game}", lambda options=options: TextArenaFactory(**options), bracketed
     if OPENENV:
         yield "openenv", lambda: OpenEnvFactory(url=SERVED[0], observation="text"), lambda text: "abc"
+
+
+def use_tools(text: str) -> str:
+    """Call a tool of each server, then say 1 if they answered."""
+    if "<|tool|>" not in text:
+        return "\n".join(CALL % (name, json.dumps(arguments)) for name, arguments, _ in MCP_SERVERS.values())
+    if missing := [name for name, _, answer in MCP_SERVERS.values() if answer not in text.partition("<|tool|>")[2]]:
+        raise ValueError(f"{missing} gave no answer: {text[-500:]}")
+    return "1"
 
 
 def games() -> list[str]:
@@ -113,8 +146,19 @@ def bracketed(text: str) -> str:
     return choose_bracketed(text[-2000:], draw=random.Random(len(text)))
 
 
-async def measure(folder: Path, *, episodes: int, only: str) -> list[Figure]:
+async def scratch_model(folder: Path) -> RecordingModel:
+    factory = CalculatorFactory()
+    scratch.make(
+        folder, seed=0, demonstrations=factory.demonstration, hidden_size=32, layers=2, heads=2, max_position=8192
+    )
+    model = RecordingModel(str(folder), device="cpu", threads=1)
+    await model.start()
+    return model
+
+
+async def measure(folder: Path, *, episodes: int, only: str, random_weights: bool) -> list[Figure]:
     renderer, figures = scratch_renderer(), []
+    model = await scratch_model(folder / "model") if random_weights else None
     drift = leaked = 0
     for name, make, said in adapters(folder):
         if only and not re.search(only.replace(",", "|"), name):
@@ -125,14 +169,21 @@ async def measure(folder: Path, *, episodes: int, only: str) -> list[Figure]:
             print(f"{name} is left out: {refused}", file=sys.stderr)
             continue
         begun = time.perf_counter()
-        played = await play(factory, said, renderer=renderer, episodes=episodes, max_turns=30, deadline_s=120.0)
-        rate = episodes / (time.perf_counter() - begun)
+        count = -(-episodes // len(games())) if model and name.startswith("textarena") else episodes
+        tokens = {} if model is None else {"max_new_tokens": 8}
+        policy = model or said
+        played = await play(
+            factory, policy, renderer=renderer, episodes=count, max_turns=30, deadline_s=120.0, **tokens
+        )
+        rate = count / (time.perf_counter() - begun)
         failures = [each for each in played.ended if isinstance(each, Exception)]
         for each in {*(f"{type(each).__name__}: {each}" for each in failures), *played.left}:
             print(f"{name}: {each}", file=sys.stderr)
         drift, leaked = drift + played.drift_tokens, leaked + len(played.left)
-        title = f"{name}: episodes that failed, of {episodes} at {rate:.0f} a second"
+        title = f"{name}: episodes that failed, of {count} at {rate:.0f} a second"
         figures.append(Figure(title, len(failures), "", 0, 0, "0", not failures))
+    if model is not None:
+        await model.close()
     figures.append(Figure("drift_tokens", drift, "", 0, 0, "0", drift == 0))
     figures.append(Figure("leaked_processes", leaked, "", 0, 0, "0", leaked == 0))
     return figures
@@ -143,10 +194,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--only", default="")
+    parser.add_argument("--scratch", action="store_true", help="a model of random weights is the policy")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, openenv_server() as url:
         SERVED.append(url)
-        figures = asyncio.run(measure(Path(folder), episodes=options.episodes, only=options.only))
+        figures = asyncio.run(
+            measure(Path(folder), episodes=options.episodes, only=options.only, random_weights=options.scratch)
+        )
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     if options.json:
         print(json.dumps({"machine": machine, "figures": [asdict(figure) for figure in figures]}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import AgentEnvironment, EpisodePolicy, run_agent_episode, run_episode
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.testing import ScriptedEngine
+from engines.rollout.transformers.engine import TransformersEngine
 from engines.training.scratch import make_scratch_tokenizer
 
 
@@ -30,18 +31,26 @@ class Played:
     left: list[str]
 
 
-class RecordingEngine(ScriptedEngine):
-    """Keeps what it sampled for each request."""
+class Recording:
+    """Before an engine's class: keeps the prompt of each request, and what was sampled for it."""
 
-    def __init__(self, reply: Callable[[tuple[int, ...]], Sequence[int]]) -> None:
-        super().__init__(reply)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.prompts: dict[str, tuple[int, ...]] = {}
         self.sampled: dict[str, list[int]] = {}
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        self.prompts[request.request_id] = request.prompt_token_ids
         sampled = self.sampled[request.request_id] = []
-        async for chunk in super().generate(request):
+        async for chunk in super().generate(request):  # type: ignore[misc]  the engine's
             sampled += chunk.token_ids
             yield chunk
+
+
+class RecordingEngine(Recording, ScriptedEngine): ...
+
+
+class RecordingModel(Recording, TransformersEngine): ...
 
 
 def scratch_renderer() -> ChatRenderer:
@@ -51,20 +60,22 @@ def scratch_renderer() -> ChatRenderer:
 
 async def play(
     environments: Any,
-    said: Callable[[str], str],
+    policy: Callable[[str], str] | RecordingModel,
     *,
     renderer: ChatRenderer,
     episodes: int,
     max_turns: int = 8,
+    max_new_tokens: int = 400,
     deadline_s: float = 30.0,
 ) -> Played:
-    """Play episodes, eight at a time, with a policy that says what ``said`` makes of the text so far."""
+    """Play episodes, eight at a time, with a started model, or a policy that says what it makes of the text so far."""
 
     def reply(prompt: tuple[int, ...]) -> list[int]:
-        return renderer.tokenizer.encode(said(renderer.decode(prompt)) + "<|end|>", add_special_tokens=False)
+        return renderer.tokenizer.encode(policy(renderer.decode(prompt)) + "<|end|>", add_special_tokens=False)
 
-    engine = RecordingEngine(reply)
-    await engine.start()
+    engine = policy if isinstance(policy, RecordingModel) else RecordingEngine(reply)
+    if engine is not policy:
+        await engine.start()
     places = asyncio.Semaphore(8)
 
     async def one(index: int) -> Trajectory | Exception:
@@ -72,23 +83,23 @@ async def play(
             try:
                 environment = environments.make()
                 if isinstance(environment, AgentEnvironment):
-                    policy = EpisodePolicy(
+                    asked = EpisodePolicy(
                         engine=engine,
                         renderer=renderer,
-                        sampling=SamplingParams(max_new_tokens=400),
+                        sampling=SamplingParams(max_new_tokens=max_new_tokens),
                         max_turns=max_turns,
                         max_seq_len=8000,
                         request_prefix=f"{index}",
                         seed=index,
                     )
                     task = environments.task(index, split="train")
-                    return await run_agent_episode(environment, task, policy, deadline_s=deadline_s)
+                    return await run_agent_episode(environment, task, asked, deadline_s=deadline_s)
                 return await run_episode(
                     engine,
                     environment,
                     renderer,
                     environments.task(index, split="train"),
-                    sampling=SamplingParams(max_new_tokens=400),
+                    sampling=SamplingParams(max_new_tokens=max_new_tokens),
                     max_turns=max_turns,
                     max_seq_len=8000,
                     deadline_s=deadline_s,
@@ -113,14 +124,13 @@ async def play(
     return Played(ended=list(ended), drift_tokens=drift, left=[each for each in resources() if each not in before])
 
 
-def _drift(trajectory: Trajectory, name: str, engine: RecordingEngine) -> int:
+def _drift(trajectory: Trajectory, name: str, engine: Recording) -> int:
     """Count sampled tokens that the trajectory does not have where they were sampled, after what they were given."""
     drift = abs(sum(trajectory.loss_mask) - sum(turn.end - turn.start for turn in trajectory.turns))
-    prompts = {each.request_id: each.prompt_token_ids for each in engine.requests}
     for number, turn in enumerate(trajectory.turns):
         sampled = engine.sampled[f"{name}-{number}"]
         same = list(trajectory.token_ids[turn.start : turn.end]) == sampled
-        if not same or prompts[f"{name}-{number}"] != _before(trajectory, number):
+        if not same or engine.prompts[f"{name}-{number}"] != _before(trajectory, number):
             drift += len(sampled)
     return drift
 

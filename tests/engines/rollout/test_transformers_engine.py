@@ -139,6 +139,29 @@ async def test_turns_of_sessions_read_what_is_new_and_give_the_same(
         assert isinstance(engine, SessionEngine)
 
 
+async def test_two_groups_read_their_system_prompt_and_each_its_own_once_and_give_the_same(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf, plain_log_probs: Any
+) -> None:
+    folder = folder_of("qwen3")
+    model = load(folder)
+    dice = random.Random(0)
+    system = [dice.randrange(67) for _ in range(40)]
+    prompts = [[*system, *(dice.randrange(67) for _ in range(length))] for length in (30, 25)]
+    requests = [request_of(f"{at}-{i}", prompt, 12) for at, prompt in enumerate(prompts) for i in range(4)]
+    async with serving(folder, prefill_tokens_per_step=32) as engine:
+        await engine.pause()
+        tasks = [asyncio.ensure_future(collect(engine, request)) for request in requests]
+        await asyncio.sleep(0)
+        await engine.resume()
+        done: list[Generation] = await asyncio.gather(*tasks)
+        assert engine._running().schedule.reused_tokens == 3 * 64 + 32 + 3 * 64, "in blocks of 16"
+        assert engine.statistics().kv_cache_tokens == 0
+    assert len({got.token_ids for got in done}) == 8
+    for request, got in zip(requests, done, strict=True):
+        expected = plain_log_probs(model, request, got.token_ids)
+        assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+
+
 async def test_it_is_a_rollout_engine(engine: TransformersEngine) -> None:
     assert isinstance(engine, RolloutEngine)
 

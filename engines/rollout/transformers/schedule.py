@@ -344,6 +344,8 @@ class Schedule:
             return False
         for session, kept in list(self.kept.items()):
             short, count = missing - len(self._free), len(kept.blocks)
+            if short <= 0:
+                break
             while short > 0 and count and (last := self._tree[kept.blocks[count - 1]]).idle:
                 count -= 1
                 short -= last.sessions == 1

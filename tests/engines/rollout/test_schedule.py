@@ -415,8 +415,8 @@ def carry_out(plan: Schedule, *, budget: int = 100) -> Driver:
 
 @pytest.mark.parametrize("budget", [3, 4, 100])
 def test_rows_of_a_group_read_their_prompt_once(budget: int) -> None:
-    plan = submitted(schedule(budget=budget), *group("a", [*SYSTEM, 9, 9], 4, tokens=1))
-    assert carry_out(plan, budget=budget).read_tokens == 10 + 3 * 2, "the last block is not full"
+    plan = submitted(schedule(budget=budget), *group("a", [*SYSTEM, 9, 9], 4, tokens=5))
+    assert carry_out(plan, budget=budget).read_tokens == 10 + 3 * 2 + 4 * 4, "and all sampled tokens but the last"
     assert plan.reused_tokens == 3 * 8
 
 
@@ -467,8 +467,10 @@ def test_a_row_goes_on_by_itself_when_the_one_that_read_for_it_is_gone(how: str)
 def test_an_ended_row_has_read_for_the_others() -> None:
     plan = submitted(schedule(), *group("a", [*SYSTEM, 9], 3, tokens=1))
     driver = Driver(plan, budget=100)
-    assert names(driver.step().rows) == "a0"
-    assert (names(driver.step().rows), driver.read_tokens) == ("a1a2", 11)
+    assert [chunk.row.request_id for chunk in driver.step().prefills] == ["a0"]
+    assert names(plan.running) == "a1a2"
+    driver.step()
+    assert (driver.read_tokens, plan.rows) == (9 + 2, [])
 
 
 def test_a_probe_reads_by_itself_what_a_row_after_it_reads_slowly() -> None:

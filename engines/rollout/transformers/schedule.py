@@ -346,9 +346,9 @@ class Schedule:
             short, count = missing - len(self._free), len(kept.blocks)
             if short <= 0:
                 break
-            while short > 0 and count and (last := self._tree[kept.blocks[count - 1]]).idle:
+            while short > 0 and count and self._tree[kept.blocks[count - 1]].idle:
                 count -= 1
-                short -= last.sessions == 1
+                short -= 1
             self._shorten(session, count)
         return True
 

@@ -9,8 +9,8 @@
 
 Requests join and leave between decode steps. Weights are exchanged between two steps; requests in flight go on, with
 their keys and values kept or computed again. Those of a session's last request are kept for its next one while there is
-room. What requests begin with alike is read once, as long as one of them runs or a session keeps it. Requests that begin
-after a commit share nothing with those before it, so they never meet an entry of older weights.
+room. What requests begin with alike is read once, as long as one of them runs or a session keeps it. A request that
+begins after a commit shares nothing with those before it, so it never meets an entry of older weights.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """What the blocks of the cache hold, and who uses them: pure, no tensors, no clock.
 
-Rows have blocks in their tables, and sessions keep blocks for their next rows. Whole blocks are found by their tokens: they
-form a tree for each adapter, in which a block follows the one whose tokens come before its own (a prefix tree, as in Zheng
-et al., SGLang, 2024, by whole blocks). So a row finds all that it shares with others in one lookup for each block.
+Rows have blocks in their tables, and sessions keep blocks for their next rows. Whole blocks are found by their tokens:
+they form a tree for each adapter, in which a block follows the one whose tokens come before its own (a prefix tree as
+in SGLang, Zheng et al. 2024, by whole blocks). So a row finds what it shares with others in one lookup for each block.
 
-Laws: who uses a block of a tree uses the one before it, so that the last blocks are let go first; no two blocks of a tree
-hold the same tokens after the same ones; a block is in a tree from the moment at which a row is to read it, and ``read``
-once all of its keys and values are in the cache.
+Laws: who uses a block of a tree uses the one before it, so the last blocks are let go first; no two blocks of a tree
+hold the same tokens after the same ones; a block is in a tree from the moment at which a row is to read it, and
+``read`` once all of its keys and values are in the cache.
 """
 
 from __future__ import annotations

@@ -5,23 +5,24 @@ A row waits, then runs. Running rows are of two kinds:
     ready       one pending token: read in every step
     prefilling  more pending tokens (a prompt, or a whole row whose cache is computed again)
 
-A row joins when there are blocks for all its tokens. Those with which it begins may be in use already
-(:mod:`~engines.rollout.transformers.prefix_tree`): the row has them too, and reads only what no other one has read. Of the
-rows that need the same block read, the first does it in each step; the others wait for that step.
+A row joins when there are blocks for all its tokens. Blocks with its first tokens may be in use already
+(:mod:`~engines.rollout.transformers.prefix_tree`): the row gets these, and reads only what no other one has read. Where
+several rows need the same block read, the first of them reads it, and the others wait for that step.
 
 If a running row needs a block and none is free, the row that joined last loses its blocks and waits again, before all
-others (preemption by recomputation, Kwon et al. 2023, section 4.5): the tokens it has are read again when there is room.
+others (preemption by recomputation, Kwon et al. 2023, section 4.5): its tokens are read again when there is room.
 
-When a row of a session has finished, the blocks of its cached tokens are kept for the session's next row. A row that needs
-blocks gets free ones first, then those that sessions alone keep, from their ends, of the session that ended its last row
-first, and only then those of rows.
+When a row of a session has finished, the blocks of its cached tokens are kept for the session's next row. A row that
+needs blocks gets free ones first, then those that sessions alone use, from their ends, of the session that ended its
+last row first, and only then those of rows.
 
-Laws: at most ``max_running_requests`` rows run (probes come on top); rows join in the order of submission, as soon as there
-is room; a row meets no keys and values from before the last :meth:`forget_all`, but those that it had then; the last token of
-a row, and a prompt whose log-probs are requested, is read by the row itself; a row waits for another only in a step in which
-that one reads; the oldest row is never preempted, and a cache holds at least one row of any length, so some row always goes
-on; a step reads at most ``prefill_tokens_per_step`` tokens of prefilling rows, and at most ``SCORED_TOKENS`` of those whose
-prompt's log-probs are requested, which do not count when others join; while paused or asleep nothing is planned.
+Laws: at most ``max_running_requests`` rows run (probes come on top); rows join in the order of submission, as soon as
+there is room; a row that joins meets no keys and values from before the last :meth:`forget_all`; the last token of a
+row, and a prompt whose log-probs are requested, is read by the row itself; a row waits only in steps in which another
+reads what it needs; the oldest row is never preempted, and a cache holds at least one row of any length, so some row
+always goes on; a step reads at most ``prefill_tokens_per_step`` tokens of prefilling rows, and at most
+``SCORED_TOKENS`` of those whose prompt's log-probs are requested, which keep none from joining; while paused or asleep
+nothing is planned.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class KeptCache:
-    """What a session's last row left: ``blocks`` with the keys and values of ``cached`` tokens, under an adapter or none."""
+    """What a session's last row left: ``blocks`` with the keys and values of ``cached`` tokens, under an adapter."""
 
     adapter: str
     blocks: list[int]
@@ -138,7 +139,7 @@ class Schedule:
 
     @property
     def cached_tokens(self) -> int:
-        """Return the number of tokens that the cache holds, those of a shared block once. May be called in any thread."""
+        """Return how many tokens the cache holds, those of a shared block once. May be called in any thread."""
         holders: list[Row | KeptCache] = [*self._running, *list(self.kept.values())]
         full, begun = set[int](), dict[int, int]()
         for holder in holders:
@@ -239,7 +240,7 @@ class Schedule:
                 scored_budget -= len(prefills[-1].scored)
         if self.has_work and not (self._ready or prefills):
             raise EngineError(
-                f"a defect of the schedule: {len(self.rows)} requests are there and none can go on, the first of them with "
+                f"a defect of the schedule: {len(self.rows)} requests are there and none can go on, the first with "
                 f"{self.rows[0].pending} tokens to read and {len(self._free)} free blocks; start the engine again"
             )
         self._prefills = prefills
@@ -311,7 +312,7 @@ class Schedule:
         return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     def _take_over(self, row: Row, shared: Sequence[int], begun: int) -> None:
-        """Give a row the blocks that it shares, and the next one of its session if ``begun`` tokens there are its own."""
+        """Give a row the blocks that it shares, and its session's next one if ``begun`` tokens there are its own."""
         for block in shared:
             self._tree.count(block, rows=1)
         row.blocks = list(shared)
@@ -389,7 +390,7 @@ class Schedule:
         self._release(blocks, rows=1)
 
     def _release(self, blocks: Sequence[int], *, rows: int = 0, sessions: int = 0) -> None:
-        """Take ``rows`` and ``sessions`` from the users of blocks, the last one first; free those that have none left."""
+        """Take ``rows`` and ``sessions`` from the users of blocks, the last one first; free those without any."""
         freed = [block for block in reversed(blocks) if self._tree.count(block, rows=-rows, sessions=-sessions)]
         self._free += freed
         self._without_room = None

@@ -62,11 +62,10 @@ class Chunk:
 
 @dataclass(slots=True)
 class KeptCache:
-    """What a session's last row left: ``blocks`` with the keys and values of ``cached`` tokens, under an adapter."""
+    """What a session's last row left: blocks with the keys and values of its tokens, under an adapter or none."""
 
     adapter: str
     blocks: list[int]
-    cached: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,8 @@ class Step:
 class Schedule:
     """The state machine.
 
-    Events: :meth:`submit`, :meth:`leave`, :meth:`pause`, :meth:`resume`, :meth:`reread`, :meth:`forget`.
+    Events: :meth:`submit`, :meth:`note_read`, :meth:`leave`, :meth:`pause`, :meth:`resume`, :meth:`reread`,
+    :meth:`forget`.
 
     Args:
         blocks: ids of the cache's blocks, of ``block_tokens`` tokens each.
@@ -117,7 +117,6 @@ class Schedule:
         self._waiting: list[Row] = []  # both in the order of _rank
         self._running: list[Row] = []
         self._ready: list[Row] = []
-        self._prefills: list[Chunk] = []
         self.kept: dict[str, KeptCache] = {}
         """By session; the one whose row ended last is at the end."""
         self._stale = True
@@ -140,14 +139,12 @@ class Schedule:
     @property
     def cached_tokens(self) -> int:
         """Return how many tokens the cache holds, those of a shared block once. May be called in any thread."""
-        holders: list[Row | KeptCache] = [*self._running, *list(self.kept.values())]
-        full, begun = set[int](), dict[int, int]()
-        for holder in holders:
-            whole, rest = divmod(holder.cached, self._block_tokens)
-            full.update(holder.blocks[:whole])
-            for block in holder.blocks[whole : whole + 1]:
+        begun: dict[int, int] = {}
+        for row in list(self._running):
+            full, rest = divmod(row.cached, self._block_tokens)
+            for block in row.blocks[full : full + 1]:
                 begun[block] = max(rest, begun.get(block, 0))
-        return len(full) * self._block_tokens + sum(rest for block, rest in begun.items() if block not in full)
+        return self._tree.cached_tokens + sum(rest for block, rest in begun.items() if not self._tree.is_read(block))
 
     @property
     def has_work(self) -> bool:
@@ -158,6 +155,16 @@ class Schedule:
         row.order = self._next_order
         self._next_order += 1
         insort(self._waiting, row, key=_rank)
+
+    def note_read(self, step: Step) -> None:
+        """Note that the keys and values of a step's tokens are in the cache."""
+        for chunk in step.prefills:
+            chunk.row.cached += chunk.tokens
+        for row in step.ready:
+            row.cached += 1
+        filled = [row for row in step.ready if row.cached % self._block_tokens == 0]
+        for row in [*filled, *(chunk.row for chunk in step.prefills)]:
+            self._tree.note_read(row.blocks[: row.cached // self._block_tokens])
 
     def leave(self, row: Row) -> None:
         """Remove a row that has ended, wherever it is; keep its cache if it has finished and is of a session.
@@ -216,8 +223,6 @@ class Schedule:
         if self.asleep or self.paused:
             self._stale = True
             return Step()
-        for chunk in self._prefills:
-            self._note_read(chunk.row)
         taken: list[int] = []
         for row in list(self._running):
             if row.blocks:  # an earlier one may have preempted it
@@ -225,8 +230,9 @@ class Schedule:
                 self._extend(row, taken)
         unread = sum(row.pending for row in self._readers() if not _is_scored(row))
         while (joined := self._join(taken, only_probe=unread >= self._prefill_tokens)) is not None:
-            if joined.pending > 1 and self._next_block(joined).rows == 1 and not _is_scored(joined):
-                unread += joined.pending
+            if joined.pending > 1 and not _is_scored(joined):
+                own = sum(self._tree[block].rows == 1 for block in joined.blocks)
+                unread += min(joined.pending, own * self._block_tokens)
         taken = [block for block in taken if block in self._tree]
         if not self._stale:
             return Step(ready=self._ready, changed=False, taken=taken)
@@ -243,7 +249,6 @@ class Schedule:
                 f"a defect of the schedule: {len(self.rows)} requests are there and none can go on, the first with "
                 f"{self.rows[0].pending} tokens to read and {len(self._free)} free blocks; start the engine again"
             )
-        self._prefills = prefills
         self._stale = bool(prefills)
         return Step(ready=self._ready, prefills=prefills, taken=taken)
 
@@ -253,13 +258,10 @@ class Schedule:
         """Return the block of the first pending token; there is one if more than one is pending."""
         return self._tree[row.blocks[row.cached // self._block_tokens]]
 
-    def _note_read(self, row: Row) -> None:
-        self._tree.note_read(row.blocks[: row.cached // self._block_tokens])
-
     def _pass_read(self, row: Row) -> None:
         """Move a row on, past the blocks that others have read."""
         begin = row.cached
-        while row.pending > 1 and self._next_block(row).read:
+        while row.pending > 1 and self._next_block(row).cached:
             row.cached += self._block_tokens - row.cached % self._block_tokens
         self.reused_tokens += row.cached - begin
 
@@ -313,14 +315,13 @@ class Schedule:
 
     def _take_over(self, row: Row, shared: Sequence[int], begun: int) -> None:
         """Give a row the blocks that it shares, and its session's next one if ``begun`` tokens there are its own."""
-        for block in shared:
-            self._tree.count(block, rows=1)
+        self._tree.count(shared, rows=1)
         row.blocks = list(shared)
         if begun:
             self._shorten(row.session, len(shared) + 1)
             block = self.kept[row.session].blocks[-1]
             self._tree.take_out(block)
-            self._tree.count(block, rows=1)
+            self._tree.count([block], rows=1)
             row.blocks.append(block)
             row.cached = len(shared) * self._block_tokens + begun
             self.reused_tokens += row.cached
@@ -334,10 +335,10 @@ class Schedule:
                 self.preemptions += 1
                 self._back_to_waiting(self._running[-1])
         if missing and row in self._running:
-            for _ in range(missing):
-                row.blocks.append(self._free.pop())
-                self._tree.count(row.blocks[-1], rows=1)
-            taken += row.blocks[-missing:]
+            new = [self._free.pop() for _ in range(missing)]
+            self._tree.count(new, rows=1)
+            row.blocks += new
+            taken += new
 
     def _free_kept(self, missing: int) -> bool:
         """Free blocks that sessions alone keep, until ``missing`` are free; return False if there is none of them."""
@@ -350,6 +351,8 @@ class Schedule:
             while short > 0 and count and self._tree[kept.blocks[count - 1]].idle:
                 count -= 1
                 short -= 1
+            if count == len(kept.blocks) and self._tree[kept.blocks[-1]].sessions > 1:
+                count = 0  # rows use all that is left, and another session keeps the same
             self._shorten(session, count)
         return True
 
@@ -359,12 +362,10 @@ class Schedule:
         full, rest = divmod(row.cached, self._block_tokens)
         if rest and len(blocks) == full:
             blocks.append(row.blocks[full])
-            self._tree[blocks[-1]].tokens = tuple(row.tokens[full * self._block_tokens : row.cached])
-        for block in blocks:
-            self._tree.count(block, sessions=1)
+            self._tree.note_end(blocks[-1], row.tokens[full * self._block_tokens : row.cached])
+        self._tree.count(blocks, sessions=1)
         if blocks:
-            cached = min(row.cached, len(blocks) * self._block_tokens)
-            self.kept[row.session] = KeptCache(row.adapter, blocks, cached)
+            self.kept[row.session] = KeptCache(row.adapter, blocks)
 
     def _shorten(self, session: str, count: int) -> None:
         """Forget what is kept of a session behind its first ``count`` blocks."""
@@ -372,7 +373,6 @@ class Schedule:
             return
         ends = kept.blocks[count:]
         del kept.blocks[count:]
-        kept.cached = min(kept.cached, count * self._block_tokens)
         if not kept.blocks:
             del self.kept[session]
         self._release(ends, sessions=1)
@@ -382,7 +382,6 @@ class Schedule:
         insort(self._waiting, row, key=_rank)
 
     def _stop(self, row: Row) -> None:
-        self._note_read(row)
         self._running.remove(row)
         self._stale = True
         row.cached = 0
@@ -391,9 +390,10 @@ class Schedule:
 
     def _release(self, blocks: Sequence[int], *, rows: int = 0, sessions: int = 0) -> None:
         """Take ``rows`` and ``sessions`` from the users of blocks, the last one first; free those without any."""
-        freed = [block for block in reversed(blocks) if self._tree.count(block, rows=-rows, sessions=-sessions)]
+        freed = self._tree.count(reversed(blocks), rows=-rows, sessions=-sessions)
         self._free += freed
-        self._without_room = None
+        if blocks:
+            self._without_room = None
         if freed:
             self._on_free(freed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import EngineError
 from asyncrl.interfaces import SamplingParams
 from engines.rollout.request import Row
+from engines.rollout.transformers import schedule as planning
 from engines.rollout.transformers.schedule import SCORED_TOKENS, Schedule, Step
 
 BLOCK_TOKENS = 4
@@ -101,6 +103,7 @@ class Driver:
         self.check_pass(reading)
         for r, tokens in reading:
             self.read(r, tokens)
+        plan.note_read(step)
         for r in gets_token:
             r.append(sum(r.tokens) % 2 + 7, -1.0, self.versions[r.adapter])
             if r.ended:
@@ -111,7 +114,7 @@ class Driver:
     def check_plan(self, step: Step) -> None:
         plan, chunks = self.plan, step.prefills
         assert sum(chunk.tokens for chunk in chunks) <= self.budget
-        assert sum(len(chunk.scored) for chunk in chunks) <= SCORED_TOKENS
+        assert sum(len(chunk.scored) for chunk in chunks) <= planning.SCORED_TOKENS
         assert len({chunk.row for chunk in chunks} | set(step.ready)) == len(chunks) + len(step.ready)
         assert {chunk.row for chunk in chunks} | set(step.ready) <= set(plan.running)
         assert [r.cached for r in step.ready] == sorted(r.cached for r in step.ready)
@@ -120,11 +123,12 @@ class Driver:
         going_on = [*step.ready, *(chunk.row for chunk in chunks)]
         assert not plan.running or plan.running[0] in going_on, "the first row always goes on"
         spent = sum(chunk.tokens for chunk in chunks) == self.budget
+        scored_spent = sum(len(chunk.scored) for chunk in chunks) == planning.SCORED_TOKENS
         for r in plan.running:
             ahead = [chunk.row for chunk in chunks if plan.running.index(chunk.row) < plan.running.index(r)]
             waits = next_block(r) in map(next_block, ahead)
-            assert r in going_on or waits or spent, "a row waits for no other row"
-        if sum(r.pending for r in plan.running if r.pending > 1) < self.budget:
+            assert r in going_on or waits or spent or (is_scored(r) and scored_spent), "a row waits for no other row"
+        if sum(r.pending for r in plan.running if r.pending > 1 and not is_scored(r)) < self.budget:
             assert not any(map(self.has_room, plan.rows[len(plan.running) :][:1])), (
                 "the first one that waits could join"
             )
@@ -159,7 +163,6 @@ class Driver:
                 adapter, version, held = self.cache[place(r, at)]
                 assert (adapter, held) == (r.adapter, prefix), "the block holds other keys and values"
                 assert version >= self.begun[r], "they were computed before the row began"
-        r.cached += tokens
         self.read_tokens += tokens
 
     def check_blocks(self, taken: Sequence[int] | None = None) -> None:
@@ -182,16 +185,22 @@ class Driver:
         assert tree.idle == len(set(keepers) - set(users))
         assert not any(r.blocks for r in plan.rows if r not in plan.running)
         holders = [*plan.running, *plan.kept.values()]
-        cached = {(each.blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS) for each in holders for at in range(each.cached)}
+        cached = {place(r, at) for r in plan.running for at in range(r.cached)}
+        cached |= {(block, at) for block in tree._blocks for at in range(tree[block].cached)}
         assert plan.cached_tokens == len(cached)
+        assert not self.checked or cached <= self.cache.keys()
         before: dict[int, Sequence[int]] = {}
         for table in [each.blocks for each in holders]:
             assert len(set(table)) == len(table)
             for at, block in enumerate(table):
                 assert before.setdefault(block, table[:at]) == table[:at], "who uses a block uses those before it"
         for kept in plan.kept.values():
-            assert len(kept.blocks) == -(-kept.cached // BLOCK_TOKENS) > 0
-            assert all(tree[block].read for block in kept.blocks[: kept.cached // BLOCK_TOKENS])
+            assert all(tree[block].cached == BLOCK_TOKENS for block in kept.blocks[:-1])
+            assert kept.blocks and tree[kept.blocks[-1]].cached
+
+
+def kept_tokens(plan: Schedule) -> dict[str, int]:
+    return {name: sum(plan._tree[block].cached for block in kept.blocks) for name, kept in plan.kept.items()}
 
 
 def place(r: Row, at: int) -> tuple[int, int]:
@@ -235,8 +244,7 @@ def test_a_long_prompt_is_read_in_chunks_while_others_decode() -> None:
         (chunk,) = step.prefills
         assert (chunk.row.request_id, chunk.tokens) == ("b", expected)
         assert chunk.completes == (expected == 2)
-        chunk.row.cached += chunk.tokens
-        step.ready[0].cached += 1
+        plan.note_read(step)
         step.ready[0].append(1, 0.0, 0)
     chunk.row.append(1, 0.0, 0)
     assert names(plan.next().ready) == "ab"
@@ -589,7 +597,7 @@ def test_a_branch_shares_with_the_turn_that_runs_and_with_what_is_kept() -> None
 def test_sessions_with_the_same_tokens_keep_them_once() -> None:
     plan = schedule(blocks=10)
     finish(plan, *(row(name, [*SYSTEM, 9], tokens=8, session=name) for name in "st"))
-    assert [kept.cached for kept in plan.kept.values()] == [16, 16]
+    assert kept_tokens(plan) == {"s": 16, "t": 16}
     assert (plan.cached_tokens, len(plan._free)) == (16, 6)
     plan.forget("s")
     assert (plan.cached_tokens, len(plan._free)) == (16, 6)
@@ -602,9 +610,9 @@ def test_what_is_kept_is_freed_from_its_end() -> None:
     finish(plan, row("a", 11, tokens=1, session="old"), row("b", 7, tokens=1, session="new"))
     assert plan.cached_tokens == 18
     finish(plan, row("c", 8, tokens=1))
-    assert {session: kept.cached for session, kept in plan.kept.items()} == {"old": 8, "new": 7}
+    assert kept_tokens(plan) == {"old": 8, "new": 7}
     finish(plan, row("d", 20, tokens=1))
-    assert {session: kept.cached for session, kept in plan.kept.items()} == {"new": 4}
+    assert kept_tokens(plan) == {"new": 4}
 
 
 def test_what_a_row_uses_is_kept_while_that_frees_nothing() -> None:
@@ -612,7 +620,7 @@ def test_what_a_row_uses_is_kept_while_that_frees_nothing() -> None:
     finish(plan, row("a", SYSTEM, tokens=1, session="old"), row("b", 7, tokens=1, session="new"))
     submitted(plan, row("c", [*SYSTEM, 9]), row("d", 5))
     plan.next()
-    assert {session: kept.cached for session, kept in plan.kept.items()} == {"old": 8, "new": 4}
+    assert kept_tokens(plan) == {"old": 8, "new": 4}
 
 
 def test_what_is_taken_over_is_of_the_session_alone_and_after_the_same_tokens() -> None:
@@ -620,7 +628,7 @@ def test_what_is_taken_over_is_of_the_session_alone_and_after_the_same_tokens() 
     driver = Driver(plan, budget=100)
     submitted(plan, row("a", [*SYSTEM, 9], tokens=1, session="s"), row("b", [1, 1, 1, 1, 2], tokens=9))
     driver.step()
-    assert [kept.cached for kept in plan.kept.values()] == [9]
+    assert kept_tokens(plan) == {"s": 9}
     plan.submit(row("c", [*SYSTEM, 9], tokens=9))
     driver.step()
     submitted(plan, row("d", [*SYSTEM[:6], 2, 2], tokens=1, session="s"))
@@ -660,6 +668,46 @@ def test_a_row_that_waits_at_an_update_does_not_go_on_with_what_is_read_under_tw
     driver.commit()
     while plan.has_work:
         driver.step()
+
+
+def test_sessions_of_which_rows_use_all_that_is_left_are_forgotten_but_for_one() -> None:
+    plan = schedule(blocks=12)
+    driver = Driver(plan, budget=100)
+    plan.submit(row("a", [*SYSTEM, 9], tokens=30))
+    driver.step()
+    for number in range(8):
+        plan.submit(row(str(number), [*SYSTEM, *[9 + number] * 11], tokens=1, session=str(number)))
+        driver.step()
+    assert kept_tokens(plan)["7"] == 19
+    assert len(plan.kept) <= 4
+
+
+def test_how_much_is_cached_is_known_without_looking_at_each_block() -> None:
+    class Table(list[int]):
+        """Only pieces of one block can be had."""
+
+        def __getitem__(self, at: Any) -> Any:
+            assert at.stop - at.start == 1
+            return super().__getitem__(at)
+
+        def __iter__(self) -> Any:
+            raise AssertionError("all blocks are looked at")
+
+    plan = schedule()
+    finish(plan, row("k", 202, tokens=1, session="s"))
+    reading = row("a", 150)
+    plan.submit(reading)
+    Driver(plan, budget=100, checked=False).step()
+    reading.blocks, plan.kept["s"].blocks = Table(reading.blocks), Table(plan.kept["s"].blocks)
+    assert plan.cached_tokens == 202 + 100
+
+
+def test_no_more_rows_join_than_can_be_read_behind_what_they_wait_for() -> None:
+    long = [row(name, [*SYSTEM, *[token] * 9]) for name, token in (("b", 9), ("c", 10))]
+    plan = submitted(schedule(budget=10), row("a", [*SYSTEM, 7]), *long)
+    step = plan.next()
+    assert [(chunk.row.request_id, chunk.tokens) for chunk in step.prefills] == [("a", 9)]
+    assert names(plan.running) == "ab", "b has nine tokens of its own, behind those of a"
 
 
 def test_a_row_does_not_count_on_the_blocks_that_it_takes_over_itself() -> None:
@@ -712,8 +760,9 @@ def alike(number: int) -> list[int]:
     return [*begin, *[[], [7] * 4, [7, 8, 7, 7], [7]][number // 4 % 4], *[7, 7][: number % 3], 8 + number // 16 % 2]
 
 
-@settings(max_examples=200, deadline=None)
+@settings@settings(max_examples=200, deadline=None)
 @given(events=EVENTS, running=st.integers(1, 4), budget=st.integers(1, 12), blocks=st.integers(4, 16))
+@mock.patch.object(planning, "SCORED_TOKENS", 4)
 def test_blocks_hold_their_rows_and_every_row_ends(
     events: list[tuple[str, int, int]], running: int, budget: int, blocks: int
 ) -> None:

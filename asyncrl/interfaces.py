@@ -1141,6 +1141,10 @@ class Snapshot(Protocol):
 class SnapshotEngine(Protocol):
     """Optional capability of training and value engines: checkpoints are written while training goes on."""
 
+    def prepare_snapshots(self) -> None:
+        """Get the memory of snapshots, so that none waits for it. Collective; called before training begins."""
+        ...
+
     def snapshot(self) -> Snapshot:
         """Copy what ``save`` would write. Collective; waits while the snapshot before is being written.
 

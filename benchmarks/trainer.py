@@ -32,8 +32,9 @@ host between them, and without.
 
 ``checkpoint_pause_share`` is what a checkpoint costs the training thread, over a step without one: the longest
 snapshot in wall time, and the difference between steps beside the write of shards, model and seal and steps without, in
-the thread's own CPU time (medians). ``checkpoint_step`` is the same with both in wall time: it needs two cores that
-nothing else uses. ``checkpoint_snapshot`` is the snapshot alone, beside a copy of as many bytes.
+the thread's own CPU time (medians). The memory of snapshots is prepared before, as in a run. ``checkpoint_step`` is the
+same with both in wall time: it needs two cores that nothing else uses. ``checkpoint_snapshot`` is the snapshot alone,
+beside a copy of as many bytes.
 
 ``--shape`` prints one JSON object a line, as soon as it is known: the rate, the MFU and the reserved memory of updates
 of models whose weights are drawn on the device, without files. The work is what the model's forward pass needs, times
@@ -873,6 +874,7 @@ def measure_saving(arguments: argparse.Namespace, notes: dict[str, object]) -> l
             files.seal(saved, known={f"trainer/{name}": entry for name, entry in written.items()})
             writes_s.append(time.perf_counter() - begun)
 
+        notes["prepared"] = _seconds([Spent.by(engine.prepare_snapshots)])  # as a run does before its first step
         engine.update(batch)
         for _ in range(max(arguments.rounds, 3)):
             steps.append(Spent.by(lambda: engine.update(batch)))

@@ -30,7 +30,7 @@ sys.stdin.read()
 UNTIDY = """
 import os, pathlib, sys, tempfile
 from asyncrl.io import LockedTemporaryDirectory
-parent = pathlib.Path(tempfile.mkdtemp())
+parent = pathlib.Path(sys.argv[1])
 if os.getuid() == 0:  # whom no permissions hold
     os.chown(parent, 65534, 65534)
     os.setgroups([])
@@ -55,7 +55,6 @@ with LockedTemporaryDirectory("test") as folder:
     folder.chmod(0o500)
 print(os.listdir(parent), oct(outside.stat().st_mode))
 outside.rmdir()
-parent.rmdir()
 """
 
 
@@ -125,5 +124,7 @@ def test_a_directory_is_removed_with_its_object_and_can_be_closed_twice(temporar
 
 @pytest.mark.parametrize("depth", [0, 200])
 def test_a_directory_is_removed_whatever_a_program_has_made_in_it(depth: int) -> None:
-    ended = subprocess.run([sys.executable, "-c", UNTIDY.replace("DEPTH", str(depth))], capture_output=True, check=True)
+    program = UNTIDY.replace("DEPTH", str(depth))
+    with tempfile.TemporaryDirectory() as parent:  # not below pytest's, which only its own user may enter
+        ended = subprocess.run([sys.executable, "-c", program, parent], capture_output=True, check=True)
     assert ended.stdout == b"['outside'] 0o40500\n"

@@ -499,6 +499,9 @@ class WeightsConfig(Section):
     """What reaches the engines of a policy that is trained through `trainer.lora`: `apart`: the adapters alone, which
     engines apply beside the weights that they were started with; `merged`: all weights, with the adapters added to
     them; `auto`: apart where the engine serves adapters."""
+    deadline_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
+    """Longest time in which a replica fetches a version, and again in which it takes and proves it; past it, it gets no
+    rollouts until the next version. Where devices are shared, also of sleeping and of waking, past which it is lost."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """Keys and values of requests in flight at a weight update: keep those of the older weights, or recompute them."""
     checked_bytes: Annotated[int, Field(ge=0, le=1 << 50)] = 1 << 30

@@ -36,7 +36,7 @@ from asyncrl.rewards import scoring_program
 from asyncrl.rollout.episode import EpisodePolicy
 from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory
 from asyncrl.runtime import shield_until_done
-from asyncrl.sandboxes.contract import How, ProgramEnd, SandboxLimits, unstartable
+from asyncrl.sandboxes.contract import CheckEnds, How, ProgramEnd, SandboxLimits, unstartable
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox, visible_paths
 from asyncrl.sandboxes.pool import SandboxPool
 from asyncrl.serve.agents import MODEL_NAME, AgentSession
@@ -49,10 +49,8 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _END_S = 10.0
 _GRACE_S = 5.0
 """Time for an agent to end once it has no more turns."""
-_NOT_STARTED = (126, 127)
-"""Status of a command whose program cannot be started."""
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh", "env", "timeout", "xargs")
-"""Programs that end with these for a command that they run."""
+"""Programs that end with status 126 or 127 for a command that they cannot start."""
 _LAST_WORDS = 500
 _MOST_SANDBOXES = 4096
 _SANDBOX: Mapping[str, Any] = {"memory_bytes": 4 << 30, "file_bytes": 256 << 20, "files": 1024, "children": 256}
@@ -164,6 +162,10 @@ class _Limits:
     output_bytes: int
 
 
+class _NoPlaceError(EnvironmentFailure):
+    """A program has left no place for the next one: its folder is gone, or its sandbox is full or blocked."""
+
+
 class _Machine:
     """A folder of this machine, in which programs run as this user."""
 
@@ -194,7 +196,10 @@ class _Machine:
     ) -> ProgramEnd:
         del session  # which is on this machine
         folder, limit = Path(self.folder) / "work", asdict(limits)
-        return await run_program(command, folder=folder, env={**self._env, **env}, over=over, **limit)
+        try:
+            return await run_program(command, folder=folder, env={**self._env, **env}, over=over, **limit)
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            raise _NoPlaceError(f"the agent has removed its folder: {error}") from error
 
     @staticmethod
     async def _in_thread(call: Callable[..., object], *given: Any, **more: Any) -> None:
@@ -240,16 +245,17 @@ class _Sandboxed:
     async def prepare_judging(self, factory: CommandFactory, name: str) -> None:
         """Make a folder ``name`` with an empty ``home`` and what the agent must not have touched."""
         files = _under(name, {"home": None, **factory.judging_files})
+        made = await asyncio.to_thread(_archive, files)
         try:
-            await self._sandbox.restore(await asyncio.to_thread(_archive, files))
+            await self._sandbox.restore(made)
         except OSError as error:
-            raise EnvironmentFailure(f"the agent leaves no room for {factory.judged_by}: {error}") from error
+            raise _NoPlaceError(f"the agent leaves no room for {factory.judged_by}: {error}") from error
 
     async def write(self, name: str, text: str) -> None:
         try:
             await self._sandbox.write(name, text.encode())
         except OSError as error:
-            raise EnvironmentFailure(f"{name} cannot be written in the agent's sandbox: {error}") from error
+            raise _NoPlaceError(f"{name} cannot be written in the agent's sandbox: {error}") from error
 
     async def run(
         self,
@@ -260,15 +266,18 @@ class _Sandboxed:
         over: asyncio.Event,
         session: AgentSession | None = None,
     ) -> ProgramEnd:
-        if (end := unstartable(command, env)) is not None:
-            raise EnvironmentFailure(f"{command[0]} cannot be started: {end.stderr.strip()}")
         work, given = f"{self.folder}/work", {**asdict(limits), "env": env, "over": over}
-        if session is None or not self._sandbox.isolation.network:
-            return await self._sandbox.exec(["/bin/sh", "-c", _IN_FOLDER, work, *command], **given)
+        served = session if self._sandbox.isolation.network else None
+        launch = ["/bin/sh", "-c", _IN_FOLDER, work, *command]
+        if served is not None:
+            launch = [sys.executable, "-I", "-S", "-c", _WITH_SERVER, str(served.port), work, *command]
+        if (end := unstartable(launch, env)) is not None:
+            raise EnvironmentFailure(f"{command[0]} cannot be started: {end.stderr.strip()}")
+        if served is None:
+            return await self._sandbox.exec(launch, **given)
         ours, theirs = socket.socketpair()
-        serving = asyncio.create_task(_serve_on_what_comes(ours, session))
+        serving = asyncio.create_task(_serve_on_what_comes(ours, served))
         try:
-            launch = [sys.executable, "-I", "-S", "-c", _WITH_SERVER, str(session.port), work, *command]
             return await self._sandbox.exec(launch, connection=theirs, **given)
         finally:
             theirs.close()
@@ -400,21 +409,26 @@ class CommandEnvironment:
             return _Earned(float(step.reward), info=dict(step.info))
         name = f"judge-{secrets.token_hex(8)}"  # in which the agent can have prepared nothing
         own = f"{place.folder}/{name}"
-        await place.prepare_judging(factory, name)
-        await place.write(f"{name}/turns.json", json.dumps(turns))
-        command = [filled(part, {**names, "judging_files": own}) for part in factory.judging_command]
+        names = {**names, "judging_files": own}
+        command = [filled(part, names, option=factory.judged_by) for part in factory.judging_command]
         home = {**dict.fromkeys(("HOME", "TMPDIR"), f"{own}/home"), "PYTHONNOUSERSITE": "1"}
         env = {**home, **env, "ASYNCRL_TURNS_FILE": f"{own}/turns.json"}
-        judging = await place.run(command, env, factory.limits, over=asyncio.Event())
+        try:
+            await place.prepare_judging(factory, name)
+            await place.write(f"{name}/turns.json", json.dumps(turns))
+            judging = await place.run(command, env, factory.limits, over=asyncio.Event())
+        except _NoPlaceError as error:
+            if factory.judged_by == "score_command":
+                raise
+            judging = ProgramEnd(how="memory", code=0, error=str(error).encode())
         failed = not judging.succeeded
         if factory.judged_by == "test_command":  # which the agent's work may crash
-            unstarted = factory.judge_starts and judging.code in _NOT_STARTED
+            unstarted = factory.judge_starts and judging.not_started
             failed = unstarted or judging.how in ("deadline", "stopped") or judging.killed_from_outside
         if failed:
             raise _failure(f"{factory.judged_by}", judging, factory)
         if factory.judged_by == "test_command":
-            limited = float(judging.how in ("output", "memory"))
-            return _Earned(float(judging.succeeded), info={REWARD_PARTS: {"test_limits": limited}})
+            return _Earned(float(judging.succeeded), info={REWARD_PARTS: factory.tests.parts(judging)})
         return _score((judging.stdout.strip().splitlines() or [""])[-1], turns=len(turns))
 
 
@@ -446,7 +460,7 @@ def _check_end(end: ProgramEnd, session: AgentSession, factory: CommandFactory) 
     if end.how not in ("exited", "stopped"):
         raise _failure("the agent", end, factory)
     if not session.turns:
-        raise _failure("the agent asked nothing of the model, and", end, factory)
+        raise _failure("the agent has had no turn of the model, and", end, factory)
 
 
 def _failure(who: str, end: ProgramEnd, factory: CommandFactory) -> EnvironmentFailure:
@@ -456,7 +470,7 @@ def _failure(who: str, end: ProgramEnd, factory: CommandFactory) -> EnvironmentF
         "memory": "held more than memory_bytes",
         "killed": f"was killed by signal {end.code}",
         "stopped": "was stopped",
-        "exited": f"ended with status {end.code}" + (" (it could not be started)" if end.code in _NOT_STARTED else ""),
+        "exited": f"ended with status {end.code}" + (" (it could not be started)" if end.not_started else ""),
     }[end.how]
     name, last = ("stderr", end.stderr) if end.stderr.strip() else ("stdout", end.stdout)
     kind = EnvironmentDeadlineError if end.how == "deadline" else EnvironmentFailure
@@ -496,8 +510,8 @@ def _addresses(session: AgentSession) -> dict[str, str]:
     }
 
 
-def filled(text: str, names: Mapping[str, str]) -> str:
-    """Fill in ``{name}``; other braces stay.
+def filled(text: str, names: Mapping[str, str], *, option: str = "command") -> str:
+    """Fill in ``{name}`` in the value of an option; other braces stay.
 
     >>> filled('{task}: {"a": 1}', {"task": "add"})
     'add: {"a": 1}'
@@ -509,7 +523,7 @@ def filled(text: str, names: Mapping[str, str]) -> str:
     def of(found: re.Match[str]) -> str:
         if found[1] not in names:
             remedy = f"one of {', '.join(sorted(names))}"
-            raise ConfigError(f"{text!r} has no value for {found[0]}: {remedy}", path=f"{_KEY}.command", remedy=remedy)
+            raise ConfigError(f"{text!r} has no value for {found[0]}: {remedy}", path=f"{_KEY}.{option}", remedy=remedy)
         return names[found[1]]
 
     return _PLACEHOLDER.sub(of, text)
@@ -539,6 +553,14 @@ def _is_file(text: str) -> bool:
     return os.path.isfile(text)  # noqa: PTH113  of a text that is too long for a path, pathlib raises
 
 
+def _is_script(program: str) -> bool:
+    """Check for a file of this machine that an interpreter runs; programs that are found by ``PATH`` are none."""
+    if not (program.startswith("/") and _is_file(program)):
+        return False
+    with Path(program).open("rb") as file:
+        return file.read(2) == b"#!"
+
+
 _CAPABILITIES = {
     name: property(attrgetter(f"_tasks.{name}")) for name in ("held_out_rows", "filter_overlong_prompts", "difficulty")
 }
@@ -556,8 +578,9 @@ class CommandFactory:
         reward: where the reward comes from instead: ``exit_status`` (1 if the program ends with status 0, else 0).
             Anything else is an option of ``tasks``.
         test_command: run in the program's folder afterwards; the reward is 1 if it ends with status 0, else 0. Status
-            126 or 127 is a failure, as of a command that cannot be started, but not of a shell, or in that folder;
-            so is the deadline, and a signal that may come from outside (SIGKILL, SIGTERM). No other end is one.
+            126 or 127 is a failure, as of a command that cannot be started, but not of a shell, a script, or a program
+            in that folder; so is the deadline, and a signal that may come from outside (SIGKILL, SIGTERM). No other
+            end is one.
         score_command: likewise; the reward is the number on the last line of its output.
         env: further environment variables, with the same placeholders. Of this process's own the program gets
             ``PATH``, ``LANG`` and the like alone.
@@ -620,9 +643,11 @@ class CommandFactory:
             raise ConfigError("the reward comes from one of several", path=f"{_KEY}.reward", remedy=remedy)
         self.judged_by: Literal["rule", "exit_status", "test_command", "score_command"] = "rule"
         self.judging_command = _absolute(test_command or score_command, copy)
-        # Status 126 or 127 of a shell may be that of a command in it, and a program of the folder may be gone.
+        # Status 126 or 127 of a shell or a script may be that of a command in it; a program of the folder may be gone.
         program = "".join(self.judging_command[:1])
-        self.judge_starts = Path(program).name not in _SHELLS and (program.startswith("/") or "/" not in program)
+        shell = Path(program).name in _SHELLS or _is_script(program)
+        self.judge_starts = not shell and (program.startswith("/") or "/" not in program)
+        self.tests = CheckEnds("test")
         if self._sandbox is not None:
             self._carry(self.command, self.files, "files")
             self._carry(self.judging_command, self.judging_files, "judging_files")
@@ -655,7 +680,7 @@ class CommandFactory:
     def environment(self, names: Mapping[str, str], folder: str) -> dict[str, str]:
         """Return the environment variables of a program, beside those of the place where it runs."""
         return {"ASYNCRL_TASK_FILE": f"{folder}/task.json"} | {
-            name: filled(value, names) for name, value in self._env.items()
+            name: filled(value, names, option="env") for name, value in self._env.items()
         }
 
     @contextlib.asynccontextmanager

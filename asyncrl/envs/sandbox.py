@@ -18,7 +18,7 @@ from asyncrl.interfaces import Message, Step, Task
 from asyncrl.plugins import check_part, make_part
 from asyncrl.rewards.rules import Rulebook
 from asyncrl.rollout.trajectory import REWARD_PARTS
-from asyncrl.sandboxes.contract import ProgramEnd, Sandbox, SandboxLimits, unstartable
+from asyncrl.sandboxes.contract import CheckEnds, ProgramEnd, Sandbox, SandboxLimits, unstartable
 from asyncrl.sandboxes.pool import SandboxPool
 
 _GROUP = "asyncrl.sandboxes"
@@ -91,12 +91,20 @@ class SandboxEnvironment(DatasetEnvironment):
     replayable = True
 
     def __init__(
-        self, rules: Rulebook, pool: Callable[[], SandboxPool], *, tools: Sequence[str], check: str, wait_s: float
+        self,
+        rules: Rulebook,
+        pool: Callable[[], SandboxPool],
+        *,
+        tools: Sequence[str],
+        check: str,
+        ends: CheckEnds,
+        wait_s: float,
     ) -> None:
         super().__init__(rules)
         self._pool = pool
         self._shown = tools
         self._check = check
+        self._ends = ends
         self.wait_s = wait_s
         self._lease = AsyncExitStack()
         self._sandbox: Sandbox | None = None
@@ -125,11 +133,12 @@ class SandboxEnvironment(DatasetEnvironment):
         assert self._sandbox is not None
         try:
             await self._write(task["extra_info"].get("tests"))
-        except OSError:  # the policy has left no room for them
-            right = False
+        except OSError as error:  # the policy has left no room for them
+            end = ProgramEnd(how="memory", code=0, error=str(error).encode())
         else:
-            right = (await self._sandbox.exec(check, env=_CHECK_ENV)).succeeded
-        return Step(reward=float(right), done=True, info={REWARD_PARTS: {"checked": float(right)}})
+            end = await self._sandbox.exec(check, env=_CHECK_ENV)
+        right = float(end.succeeded)
+        return Step(reward=right, done=True, info={REWARD_PARTS: {"checked": right, **self._ends.parts(end)}})
 
     def _check_of(self, task: Task) -> list[str]:
         """Return the command that checks a task's work; an empty one if its rule judges the last message."""
@@ -189,12 +198,14 @@ class SandboxFactory(DatasetFactory):
         self._backend_name = backend
         check_part(_GROUP, backend, table="env.options.backend_options", **self._backend)
         self._most, self._warm, self._lease_s, self._wait_s = most, min(warm, most), lease_s, wait_s
-        self._shown, self._check = tuple(tools), check
+        self._shown, self._check, self._ends = tuple(tools), check, CheckEnds("check")
         self._declared = [each.tool for each in _python_tools(cast(Sandbox, None), self._shown)]
         self._pool: SandboxPool | None = None
 
     def make(self) -> SandboxEnvironment:
-        return SandboxEnvironment(self._rules, self._leases, tools=self._shown, check=self._check, wait_s=self._wait_s)
+        return SandboxEnvironment(
+            self._rules, self._leases, tools=self._shown, check=self._check, ends=self._ends, wait_s=self._wait_s
+        )
 
     async def aclose(self) -> None:
         """Destroy the sandboxes, and close the reward rules."""

@@ -202,6 +202,7 @@ class WorkerGroupEngine:
     """
 
     pulls_weights: ClassVar[bool] = True
+    proves_commits: ClassVar[bool] = True
 
     def __init__(
         self, make_group: Callable[[], Any], *, transport: WeightTransport | None = None, weight_version: int = 0

@@ -630,6 +630,8 @@ def _agents_trajectory(returned: object) -> Trajectory:
     if not returned.sampled_tokens:
         raise EnvironmentFailure("the agent ended without a turn of the policy")
     reward, info = _reward(returned.reward, what="agent"), _info(returned.info, what="agent")
+    for turn in returned.turns:
+        _reward(turn.reward, what="agent")
     _check_stored(info, what="agent")
     return dataclasses.replace(returned, reward=reward, info=info)
 

@@ -57,11 +57,14 @@ async def commit_into(
 ) -> WeightsProof:
     """Commit the prepared version, unless ``engine`` serves it already, and prove it by its ``manifest``.
 
+    One that ``proves_commits`` is the client of another, beside which this function carries each commit out: it is sent
+    one in any case.
+
     Raises:
         LiveWeightsError: the engine serves other tensors than those of the ``manifest``, or computes something else.
         WeightVersionError: ``version`` is not the prepared one.
     """
-    if engine.weight_version != version:
+    if engine.weight_version != version or getattr(engine, "proves_commits", False):
         await engine.commit_weights(version, kv_cache=kv_cache)
     clock = asyncio.get_running_loop().time
     begun_s, error = clock(), 0.0

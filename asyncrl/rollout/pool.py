@@ -567,7 +567,7 @@ class RolloutPool:
         except (EnvironmentFailure, RequestAbortedError) as error:
             instance.answered[purpose] += error.tokens_generated
             raise
-        except (asyncio.CancelledError, concurrent.futures.CancelledError):
+        except (asyncio.CancelledError, concurrent.futures.CancelledError, LiveWeightsError):
             task = asyncio.current_task()
             if call in instance.requeued and not (task is not None and task.cancelling()):
                 raise _Requeued from None
@@ -639,7 +639,7 @@ class RolloutPool:
         """
         ended = await self._set.publish(manifest)
         if not any(replica.lasts for replica in self._replicas.values()):
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in ended.fenced.items())
+            reasons = "; ".join(f"{each.name}: {each.health.reason}" for each in self._replicas.values())
             raise WeightError(f"no replica could take weight version {manifest.version}: {reasons}")
         return ended
 

@@ -289,11 +289,11 @@ class Publication:
         one = self._replicas[replica] = ReplicaWeights(replica, holds)
         return self._next(one)
 
-    def left(self, replica: str) -> tuple[Decision, ...]:
+    def left(self, replica: str, reason: str = "left") -> tuple[Decision, ...]:
         """Drop a replica that is gone. Unknown replicas change nothing."""
         if self._replicas.pop(replica, None) is None:
             return ()
-        self._lose(replica, "left")
+        self._lose(replica, reason)
         return self._advance()
 
     def _lose(self, replica: str, reason: str) -> None:
@@ -441,12 +441,12 @@ class WeightUpdates:
     def joined(self, replica: str, *, holds: int | None) -> None:
         self._carry_out(self._publication.joined(replica, holds=holds))
 
-    def left(self, replica: str) -> None:
+    def left(self, replica: str, reason: str = "left") -> None:
         """Withdraw the command of a replica that is gone."""
         command = self._commands.get(replica)
         if command is not None and command is not asyncio.current_task():
             command.cancel()
-        self._carry_out(self._publication.left(replica))
+        self._carry_out(self._publication.left(replica, reason))
 
     def retry(self, replica: str) -> None:
         self._carry_out(self._publication.retry(replica))

@@ -300,7 +300,7 @@ class Replica(ABC, Generic[_InstanceT]):
     def _stop(self, reason: str, *, died: bool = False) -> None:
         self.requeue(reason, died=died)
         self.instance = None
-        self._updates.left(self.name)
+        self._updates.left(self.name, self.health.reason or "left")
         self._changes.notify()
 
     # ------------------------------------------------------------------------------------------------------- life

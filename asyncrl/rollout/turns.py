@@ -16,6 +16,7 @@ import asyncio
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple, TypeVar
@@ -158,32 +159,53 @@ class _SampledTurn:
 
 
 class TurnFeed:
-    """New turns of a worker, until they are fetched; gathered for ``gather_s`` after the first, to travel together."""
+    """New turns of a worker, until they are fetched; gathered for ``gather_s`` after the first, to travel together.
 
-    def __init__(self, *, gather_s: float) -> None:
+    A turn with a token of an ``unproven`` version is kept, with those of its row that follow; :meth:`proven` is called
+    when a version has left these. The owner changes them.
+    """
+
+    def __init__(self, *, gather_s: float, unproven: AbstractSet[int] = frozenset()) -> None:
         self._gather_s = gather_s
+        self._unproven = unproven
         self._turns: dict[tuple[int, int], list[_SampledTurn]] = {}  # by group_id and attempt
-        self._added = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def add(self, turn: _SampledTurn) -> None:
         self._turns.setdefault((turn.position.group_id, turn.position.attempt), []).append(turn)
-        self._added.set()
+        self._changed.set()
+
+    def proven(self) -> None:
+        self._changed.set()
 
     def forget(self, group_id: int, attempt: int) -> None:
-        """Drop the turns of a group that is complete: its rows contain them."""
+        """Drop the turns of rollouts that have ended: their rows contain them, or they are done again."""
         self._turns.pop((group_id, attempt), None)
 
     async def drain(self) -> bytes:
         """Wait for turns; return those since the last call, in order within their group, encoded."""
-        gathered = False
-        while not (self._turns and gathered):  # their groups may have become complete meanwhile
-            if not self._turns:
-                self._added.clear()
-                await self._added.wait()
-            await asyncio.sleep(self._gather_s)
-            gathered = True
-        groups, self._turns = self._turns, {}
-        return encode_turns(turn.record() for turns in groups.values() for turn in turns)
+        while True:
+            self._changed.clear()
+            if self._turns:
+                await asyncio.sleep(self._gather_s)
+                if taken := self._take():  # their groups may have ended meanwhile
+                    return encode_turns(turn.record() for turn in taken)
+            await self._changed.wait()
+
+    def _take(self) -> list[_SampledTurn]:
+        taken: list[_SampledTurn] = []
+        kept: dict[tuple[int, int], list[_SampledTurn]] = {}
+        kept_rows: set[tuple[int, int, int]] = set()
+        for key, turns in self._turns.items():
+            for turn in turns:
+                row = (*key, turn.position.row)
+                if row in kept_rows or not self._unproven.isdisjoint(turn.generation.weight_versions):
+                    kept_rows.add(row)
+                    kept.setdefault(key, []).append(turn)
+                else:
+                    taken.append(turn)
+        self._turns = kept
+        return taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

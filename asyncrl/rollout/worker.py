@@ -16,7 +16,7 @@ import secrets
 import struct
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -291,13 +291,13 @@ class RolloutWorker(Worker):
         self._spec = spec
         self._meter = TokenMeter(spec.meter_folder)
         self._times = EpisodeTimes()
-        self._turns = TurnFeed(gather_s=spec.gather_s)
+        self._unproven: dict[int, LiveWeightsError] = {}  # by version: why what it sampled is not handed on
+        self._turns = TurnFeed(gather_s=spec.gather_s, unproven=self._unproven.keys())
         self._engine: RolloutEngine | None = None
         self._sessions: SessionCache | None = None
         self._episodes = count()
         self._manifest: WeightManifest | None = None
         self._proving = asyncio.Lock()
-        self._unproven: LiveWeightsError | None = None
         self._renderer: ChatRenderer | None = None
         self._environments: EnvironmentFactory = make_part(
             "asyncrl.environments", spec.environment, options=spec.environment_options, path="env.name"
@@ -353,8 +353,18 @@ class RolloutWorker(Worker):
             EnvironmentFailure: an episode failed ``max_attempts`` times, or there was no time left.
                 ``tokens_generated`` counts every token sampled for the group, finished episodes included.
             InvariantError: a row has another reward than it earns when it is played again, or a seed is not the run's.
-            LiveWeightsError: the version that the engine has committed is not proven.
+            LiveWeightsError: a version that sampled some of it was committed and is not proven.
         """
+        assert prompts.batch is not None
+        group_id = int(prompts.batch["group_id"][0])
+        attempt: int | None = prompts.meta_info.get("attempt")
+        try:
+            return await self._roll_out(prompts, group_id=group_id, attempt=attempt)
+        finally:
+            if attempt is not None:
+                self._turns.forget(group_id, attempt)
+
+    async def _roll_out(self, prompts: DataProto, *, group_id: int, attempt: int | None) -> DataProto:
         assert prompts.batch is not None
         purpose: str = prompts.meta_info["purpose"]
         tasks: list[Task] = list(prompts.non_tensor_batch["task"])
@@ -363,7 +373,6 @@ class RolloutWorker(Worker):
         if purpose == "train" and self._spec.seed is not None:
             check_seeds(seeds, run_seed=self._spec.seed, purpose=purpose, group_id=group_id)
         sampling = self._sampling(purpose, prompts.meta_info.get("sampling", {}))
-        attempt: int | None = prompts.meta_info.get("attempt")
         continuation = Continuation(prompts.meta_info.get("turns", b""))
         left_s: float = prompts.meta_info.get("deadline_s", math.inf)
         now_s = asyncio.get_running_loop().time()
@@ -402,9 +411,7 @@ class RolloutWorker(Worker):
                     failure.causes = failures
                 raise failure from failure.__cause__
         trajectories = [task.result() for task in running]
-        async with self._proving:
-            if self._unproven is not None:
-                raise self._unproven
+        await self._proven(trajectories)
         batch = trajectories_to_batch(trajectories, group_id=group_id)
         assert self._renderer is not None
         checks = await self._rewards.check(
@@ -414,8 +421,6 @@ class RolloutWorker(Worker):
         continued = continuation.outcome()
         batch.meta_info |= {"wasted_tokens": account.wasted, "continued": asdict(continued), "failures": dict(failures)}
         batch.meta_info["times"] = dict(self._times.totals)
-        if attempt is not None:
-            self._turns.forget(group_id, attempt)
         if prompts.meta_info.get("record"):
             batch.meta_info["record"] = encode_rows(trajectories)
         if prompts.meta_info.get("sample"):
@@ -570,7 +575,10 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def turns(self) -> bytes:
-        """Wait for turns that ended in rollouts with an ``attempt``; return those since the last call, encoded."""
+        """Wait for turns that ended in rollouts with an ``attempt``; return those since the last call, encoded.
+
+        A turn with a token of a version that is not proven yet is returned once that is.
+        """
         return await self._turns.drain()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -587,21 +595,31 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def commit_weights(self, version: int, kv_cache: KVCachePolicy = "keep") -> WeightsProof:
-        """Sample under ``version`` from the next token on, and prove it; rollouts that end meanwhile wait for that.
+        """Sample under ``version`` from the next token on, and prove it; what it sampled meanwhile waits for that.
 
         Raises:
             LiveWeightsError: the engine serves, or computes with, anything else than what was published.
             WeightVersionError: ``version`` is not the prepared one.
         """
         async with self._proving:
-            self._unproven = LiveWeightsError(f"weight version {version} was committed and not proven")
+            self._unproven[version] = LiveWeightsError(f"weight version {version} was committed and not proven")
             try:
                 proof = await commit_into(self._running_engine(), version, kv_cache=kv_cache, manifest=self._manifest)
             except LiveWeightsError as error:
-                self._unproven = error
+                self._unproven[version] = error
                 raise
-            self._unproven = None
+            del self._unproven[version]
+            self._turns.proven()
             return proof
+
+    async def _proven(self, trajectories: Sequence[Trajectory]) -> None:
+        """Return once every version with a token in ``trajectories`` is proven; raise its error if it is not."""
+        versions = {version for each in trajectories for version in each.weight_versions}
+        if versions.isdisjoint(self._unproven):
+            return
+        async with self._proving:  # the proof may be under way
+            for version in versions & self._unproven.keys():
+                raise self._unproven[version]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def sleep(self) -> None:

@@ -12,6 +12,7 @@ A sandbox that fails raises :class:`~asyncrl.errors.SandboxError`; how a program
 from __future__ import annotations
 
 import json
+import logging
 import math
 import signal
 from abc import ABC, abstractmethod
@@ -21,7 +22,9 @@ from typing import Literal, Protocol, TypeAlias
 
 from asyncrl.errors import ConfigError, SandboxError
 
+_log = logging.getLogger(__name__)
 _LARGEST_COMMAND = 96 << 10
+_LAST_WORDS = 500
 EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that may come from outside; a program itself causes the others."""
 _WRITE = """
@@ -115,12 +118,37 @@ class ProgramEnd:
         return self.how == "killed" and self.code in EXTERNAL_SIGNALS
 
     @property
+    def not_started(self) -> bool:
+        """Whether its status is that of a command which cannot be started, as shells give it: 126 or 127."""
+        return self.how == "exited" and self.code in (126, 127)
+
+    @property
     def stdout(self) -> str:
         return self.output.decode("utf-8", "replace")
 
     @property
     def stderr(self) -> str:
         return self.error.decode("utf-8", "replace")
+
+
+class CheckEnds:
+    """Ends of checks that earn nothing and may say nothing of the work: a limit's, and of those that were not started.
+
+    Both are parts of the reward, ``{name}_limits`` and ``{name}_not_started``. The first of each is logged.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._logged: set[str] = set()
+
+    def parts(self, end: ProgramEnd) -> dict[str, float]:
+        limited = end.how in ("deadline", "output", "memory")
+        parts = {f"{self._name}_limits": float(limited), f"{self._name}_not_started": float(end.not_started)}
+        for part in {part for part, count in parts.items() if count} - self._logged:
+            self._logged.add(part)
+            last = (end.stderr or end.stdout).strip()[-_LAST_WORDS:]
+            _log.warning("a %s earns 0: %s %d, %r (reward/%s counts them)", self._name, end.how, end.code, last, part)
+        return parts
 
 
 class Sandbox(ABC):
@@ -182,9 +210,9 @@ class Sandbox(ABC):
         """Return a file of ``output_bytes`` at most.
 
         Raises:
-            OSError: it cannot be read, or is larger.
+            OSError: it cannot be read, is larger, or is a pipe.
         """
-        return await self._shell('cat -- "$1"', path)
+        return await self._shell('[ ! -p "$1" ] && cat -- "$1"', path)
 
     async def snapshot(self) -> bytes:
         """Return the folder as a tar archive, for :meth:`SandboxBackend.create`. It is data of untrusted programs.
@@ -206,6 +234,9 @@ class Sandbox(ABC):
         if argument.startswith("-"):
             argument = f"./{argument}"
         end = await self.exec(["/bin/sh", "-c", script, "sh", argument], stdin=stdin, output_bytes=output_bytes)
+        if end.how == "deadline" or end.killed_from_outside:  # which no file of a program can cause
+            await self.destroy()
+            raise SandboxError(f"{argument or script}: a sandbox ended it ({end.how})")
         if not end.succeeded:
             raise OSError(f"{argument or script}: {end.stderr.strip()[:500] or end.how}")
         return end.output

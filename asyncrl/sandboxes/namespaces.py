@@ -150,7 +150,8 @@ class NamespacesSandbox(Sandbox):
         deadline_s = self.limits.deadline_s if deadline_s is None else deadline_s
         path = f"{Path(sys.executable).parent}:{os.defpath}"
         own = {"PATH": path, "LANG": "C.UTF-8", "HOME": self.folder, "OMP_NUM_THREADS": "1"}
-        order = {"do": "exec", "command": list(command), "env": {**own, **(env or {})}, "cpu_s": int(deadline_s) + 2}
+        cpu_s = (int(deadline_s) + 2) * (os.cpu_count() or 1)  # all threads count; it ends what the deadline could not
+        order = {"do": "exec", "command": list(command), "env": {**own, **(env or {})}, "cpu_s": cpu_s}
         async with self._running:
             pipes = _Pipes(self.limits.output_bytes if output_bytes is None else output_bytes)
             try:
@@ -161,8 +162,10 @@ class NamespacesSandbox(Sandbox):
                 if connection is not None:
                     connection.close()  # only the program has its end
                 return await self._end(pipes, deadline_s, over)
-            except BaseException:
+            except BaseException as error:
                 await self.destroy()
+                if isinstance(error, OSError):
+                    raise as_failure("a command could not be started", error) from error
                 raise
             finally:
                 pipes.close()

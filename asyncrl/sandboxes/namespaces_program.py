@@ -449,8 +449,9 @@ def _limit(spec: dict[str, int], *, own_user: bool) -> None:
     for which, value in limits.items():
         hard = resource.getrlimit(which)[1]
         most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        soft = most - 1 if which == resource.RLIMIT_CPU else most  # SIGXCPU, and not SIGKILL as from outside
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(which, (most, most))
+            resource.setrlimit(which, (soft, most))
 
 
 def _system_call_filter() -> bytes | None:

@@ -21,8 +21,15 @@ from typing import Any, Self, cast
 
 from msgspec.structs import replace
 
-from asyncrl.errors import AsyncRLError, InvalidDataError, RequestAbortedError
-from asyncrl.interfaces import GenerationChunk, GenerationRequest, SamplingParams, Task
+from asyncrl.errors import (
+    AsyncRLError,
+    ConfigError,
+    EngineError,
+    EnvironmentFailure,
+    InvalidDataError,
+    RequestAbortedError,
+)
+from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest, SamplingParams, Task
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy
 from asyncrl.rollout.trajectory import Trajectory, derive_seed
@@ -52,13 +59,13 @@ class AgentSession:
     Args:
         policy: the episode's.
         enforces_forms: whether answers get the forms that are asked for; such turns are not trained on.
-        on_end: called when the episode cannot go on: the engine has failed, or the agent's turns are used up and it
-            asks for more.
+        on_end: called when the episode cannot go on: the engine has failed; or the agent has asked for more turns than
+            were left, and none is being sampled.
 
     Attributes:
         url: of the session: Anthropic's base URL; OpenAI's is this with ``/v1``.
         key: for clients that need one; any will do.
-        refused: requests after the last turn that was allowed.
+        refused: requests for more turns than were left, and those after them.
         failure: of the engine; what the agent did after it does not count.
     """
 
@@ -67,7 +74,7 @@ class AgentSession:
     ) -> None:
         self._policy = policy
         self._on_end = on_end
-        self._turns = 0
+        self._taken = self._sent = self._ended = 0  # turns
         self.key = secrets.token_hex(16)
         self.refused = 0
         self.failure: AsyncRLError | None = None
@@ -79,14 +86,15 @@ class AgentSession:
             any_name=True,
             enforces_forms=enforces_forms,
             decide_sampling=self._sampling,
+            admit=self._admit,
             text=_text_of(policy.renderer),
             context_tokens=policy.max_seq_len,
             limits=Limits(
                 connections=_CONNECTIONS,
                 concurrent_requests=_CONCURRENT_REQUESTS,
+                concurrent_requests_per_key=_CONCURRENT_REQUESTS,
                 session_tokens=policy.max_turns * policy.max_seq_len + 1,
                 default_new_tokens=policy.sampling.max_new_tokens,
-                request_timeout_s=86_400.0,
                 session_idle_s=math.inf,
                 conversation_bytes_per_key=64 << 20,
             ),
@@ -95,7 +103,10 @@ class AgentSession:
         self._server = Server(self._state, Binding(port=0))
 
     async def __aenter__(self) -> Self:
-        await self._server.start_agent_plane()
+        try:
+            await self._server.start_agent_plane()
+        except ConfigError as error:  # of this process: it has no descriptor left, for example
+            raise EnvironmentFailure(f"the session of an agent cannot be served: {error}") from error
         return self
 
     async def __aexit__(
@@ -141,7 +152,10 @@ class AgentSession:
         self, task: Task, *, reward: float, info: Mapping[str, Any], turn_rewards: Sequence[float] = ()
     ) -> Trajectory:
         """Return what was captured; see :meth:`asyncrl.serve.sessions.Session.trajectory`. Any: as in a Step."""
-        made = self._session.trajectory(task=task, reward=reward, info=info, turn_rewards=turn_rewards)
+        most = self._policy.max_seq_len
+        made = self._session.trajectory(
+            task=task, reward=reward, info=info, turn_rewards=turn_rewards, max_seq_len=most
+        )
         return dataclasses.replace(made, finish_reason="max_turns") if self.refused else made
 
     # ------------------------------------------------------------------------------------------------ as a TokenPool
@@ -151,12 +165,7 @@ class AgentSession:
     ) -> AsyncGenerator[GenerationChunk, None]:
         """Sample a turn from the episode's engine."""
         del session, tenant
-        number = self._turns
-        if number >= self._policy.max_turns:
-            self.refused += 1
-            self._on_end()
-            raise APIError(403, f"the episode has had its {self._policy.max_turns} turns (env.max_turns)")
-        self._turns += 1
+        number, self._sent = self._sent, self._sent + 1
         most = min(request.sampling.max_new_tokens, self._policy.max_seq_len - len(request.prompt_token_ids))
         sampling = replace(
             request.sampling,
@@ -165,21 +174,45 @@ class AgentSession:
             seed=derive_seed(self._policy.seed, "turn", number),
         )
         own = replace(request, request_id=f"{self._policy.request_prefix}-{number}", sampling=sampling)
-        stream = cast(AsyncGenerator[GenerationChunk, None], self._policy.engine.generate(own))
+        reason: FinishReason | None = None
         try:
-            async with aclosing(stream) as chunks:
+            stream = self._policy.engine.generate(own)
+            async with aclosing(cast(AsyncGenerator[GenerationChunk, None], stream)) as chunks:
                 async for chunk in chunks:
-                    if chunk.finish_reason == "abort":
+                    reason = chunk.finish_reason
+                    if reason == "abort":
                         raise RequestAbortedError(f"the engine aborted request {own.request_id!r}")
                     self.weight_version = max(self.weight_version, *chunk.weight_versions, -1)
                     formed = replace(chunk, weight_versions=(-1,) * len(chunk.token_ids))
                     yield formed if own.sampling.grammar else chunk
+            if reason is None:
+                raise EngineError(f"request {own.request_id!r} ended without a finish reason")
         except InvalidDataError:  # of the request, which the agent gets as its answer
             raise
-        except AsyncRLError as error:
-            self.failure = self.failure or error
+        except Exception as error:  # whatever an engine raises is its failure
+            known = error if isinstance(error, AsyncRLError) else EngineError(f"{type(error).__name__}: {error}")
+            self.failure = self.failure or known
             self._on_end()
             raise
+        finally:
+            self._ended += 1
+            self._end_if_over()
+
+    def _admit(self, turns: int) -> None:
+        """Take the turns of a request, one for each choice, all or none. They are not given back.
+
+        After a request for more than are left none is served: the episode ends with those that are being sampled.
+        """
+        if self.refused or self._taken + turns > self._policy.max_turns:
+            self.refused += 1
+            self._end_if_over()
+            taken = f"{self._taken} of the episode's {self._policy.max_turns} turns are taken (env.max_turns)"
+            raise APIError(403, f"{taken}, and it has asked for more than were left")
+        self._taken += turns
+
+    def _end_if_over(self) -> None:
+        if self.refused and self._ended == self._taken:
+            self._on_end()
 
     def _sampling(self, wanted: SamplingParams) -> SamplingParams:
         """Return the run's sampling parameters, with what an agent may ask for; an API error if it asks for more."""

@@ -58,6 +58,7 @@ class ServerState:
         any_name: whether clients may call the model as they like.
         enforces_forms: whether an answer gets the form that is asked for (a call, JSON, a grammar), or may have it.
         decide_sampling: makes the sampling parameters of a generation of those that its client asks for.
+        admit: raises an API error unless so many generations, all choices of a request, may be sent now.
         text: of the model; None serves token ids only.
         context_tokens: longest prompt and answer together; None if it is unknown.
         dtype: of the weights, by torch's name; empty if it is unknown.
@@ -76,6 +77,7 @@ class ServerState:
     any_name: bool = False
     enforces_forms: bool = True
     decide_sampling: Callable[[SamplingParams], SamplingParams] = lambda wanted: wanted
+    admit: Callable[[int], None] = lambda generations: None
     text: ModelText | None = None
     context_tokens: int | None = None
     dtype: str = ""
@@ -166,7 +168,7 @@ class Call:
         kept_bytes: of what the server has kept and the request refers to.
         likeliest: top log-probs that the answer may have, of the generations that were requested.
         body: of the route's request type; None if the route has none. Any: it differs by route.
-        has_place: whether it holds the place of its first generation, which has not begun.
+        places: that it holds, for its generations that have not ended.
         adapter: that the request is for; an empty name for the model itself.
         open_events: the answer, if it is a stream.
     """
@@ -175,12 +177,12 @@ class Call:
         "_session",
         "adapter",
         "body",
-        "has_place",
         "holder",
         "id",
         "kept_bytes",
         "likeliest",
         "open_events",
+        "places",
         "plane",
         "request",
         "state",
@@ -195,7 +197,7 @@ class Call:
         holder: str,
         plane: Plane,
         body: Any,
-        has_place: bool = False,
+        places: int = 0,
     ) -> None:
         self.state = state
         self.request = request
@@ -203,7 +205,7 @@ class Call:
         self.holder = holder
         self.plane: Plane = plane
         self.body = body
-        self.has_place = has_place
+        self.places = places
         self.adapter = ""
         self.kept_bytes = 0
         self.likeliest = 0
@@ -309,25 +311,35 @@ class Call:
             )
         return made
 
-    def _begin(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        """Send ``request`` to the pool. Its place has to be released, unless a limit or an ended session raises."""
+    def _admit(self, count: int) -> None:
+        """Take places for ``count`` generations, then what else they need, before any is sent; all or none."""
+        if count > self.places:
+            self.state.concurrency.acquire(self.holder, count - self.places)
+            self.places = count
+        self.state.admit(count)
+
+    def _release(self) -> None:
+        self.places -= 1
+        self.state.concurrency.release(self.holder)
+
+    def _send(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        """Send ``request`` to the pool. Its place has to be released."""
         state, session = self.state, self._session
-        if session is not None:
-            session.check_open()
-        if not self.has_place:
-            state.concurrency.acquire(self.holder)
-        self.has_place = False
         state.metrics.prompt_tokens += len(request.prompt_token_ids)
         name = session.name if session is not None else None
         chunks = state.pool.generate(request, session=name, tenant=self.holder)
         return cast(AsyncGenerator[GenerationChunk, None], chunks)
 
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        """Yield the chunks of one choice. Closing the generator early aborts it in the engine."""
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        """Return the chunks of the only choice. Closing the generator early aborts it in the engine."""
+        self._admit(1)
+        return self._stream(request)
+
+    async def _stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         metrics = self.state.metrics
         begin = metrics.clock()
         first = True
-        chunks = self._begin(request)
+        chunks = self._send(request)
         try:
             async for chunk in chunks:
                 if first:
@@ -336,37 +348,39 @@ class Call:
                 metrics.sampled_tokens += len(chunk.token_ids)
                 yield chunk
         finally:
-            self.state.concurrency.release(self.holder)
+            self._release()
             await chunks.aclose()
 
-    async def collect(self, request: GenerationRequest) -> Generation:
+    async def _collect(self, request: GenerationRequest) -> Generation:
         metrics = self.state.metrics
         begin = metrics.clock()
         tokens = GeneratedTokens()
-        chunks = self._begin(request)  # not through stream(): most requests save a generator
+        chunks = self._send(request)  # not through _stream(): most requests save a generator
         try:
             async for chunk in chunks:
                 if not tokens.token_ids:
                     metrics.first_tokens.add(metrics.clock() - begin)
                 tokens.add(chunk)
         finally:
-            self.state.concurrency.release(self.holder)
+            self._release()
             await chunks.aclose()
         metrics.sampled_tokens += len(tokens.token_ids)
         return tokens.generation()
 
     async def collect_all(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Return all choices, generated side by side; the first failure ends them all."""
+        self._admit(len(requests))
         if len(requests) == 1:
-            return [await self.collect(requests[0])]
-        return await run_all(self.collect(request) for request in requests)
+            return [await self._collect(requests[0])]
+        return await run_all(self._collect(request) for request in requests)
 
     async def stream_all(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
         """Yield the chunks of all choices as they arrive, each with its choice's number."""
+        self._admit(len(requests))
         if len(requests) == 1:
-            async with aclosing(self.stream(requests[0])) as chunks:
+            async with aclosing(self._stream(requests[0])) as chunks:
                 async for chunk in chunks:
                     yield 0, chunk
             return
@@ -374,7 +388,7 @@ class Call:
 
         async def produce(index: int) -> None:
             try:
-                async with aclosing(self.stream(requests[index])) as chunks:
+                async with aclosing(self._stream(requests[index])) as chunks:
                     async for chunk in chunks:
                         await ready.put((index, chunk))
                 await ready.put(None)

@@ -317,23 +317,24 @@ class ConcurrencyLimiter:
     async def wait_idle(self) -> None:
         await self._idle.wait()
 
-    def acquire(self, holder: str) -> None:
-        """Count one more choice of ``holder``, until :meth:`release`; an API error beyond a bound."""
+    def acquire(self, holder: str, count: int = 1) -> None:
+        """Count more choices of ``holder``, all or none, until :meth:`release`; an API error beyond a bound."""
         if self.draining:
             raise APIError(503, "the server is shutting down", retry_after_s=5)
         held, most = self._by_holder[holder], self._limits.concurrent_requests_per_key
-        if held >= most:
-            raise APIError(429, f"{held} generations of this key are running; at most {most} may", retry_after_s=1)
-        if self.running >= self._limits.concurrent_requests:
+        if held + count > most:
+            asked = f"{held + count} generations of this key would run"
+            raise APIError(429, f"{asked}; at most {most} may", retry_after_s=1)
+        if self.running + count > self._limits.concurrent_requests:
             raise APIError(503, f"the server is full: {self.running} generations are running", retry_after_s=1)
-        self._by_holder[holder] = held + 1
-        self.running += 1
+        self._by_holder[holder] = held + count
+        self.running += count
         self._idle.clear()
 
-    def release(self, holder: str) -> None:
-        self.running -= 1
+    def release(self, holder: str, count: int = 1) -> None:
+        self.running -= count
         if not self.running:
             self._idle.set()
-        self._by_holder[holder] -= 1
+        self._by_holder[holder] -= count
         if not self._by_holder[holder]:
             del self._by_holder[holder]

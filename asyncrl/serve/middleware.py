@@ -285,7 +285,8 @@ class Middleware:
         if route.request is not None:
             decoder = msgspec.json.Decoder(route.request)
         state, plane, api = self._state, self._access.plane, route.api
-        time_s = state.limits.request_timeout_s if route.timed else None
+        timed = route.timed and plane != "agent"  # whose requests end with their episode
+        time_s = state.limits.request_timeout_s if timed else None
         deadlines = _Deadlines(time_s) if time_s is not None else None
         label = f"{route.method} {route.path}"
 
@@ -294,7 +295,7 @@ class Middleware:
             call: Call | None = None
             deadline: _Deadline | None = None
             call_id, claimed = self._new_id(), False
-            holder, has_place = "", False
+            holder, places = "", 0
             status = 499
             try:
                 try:
@@ -304,9 +305,9 @@ class Middleware:
                     claimed = True
                     if route.generates:
                         state.concurrency.acquire(holder)
-                        has_place = True
+                        places = 1
                     body = await self._body(request, route, decoder) if decoder is not None else None
-                    call = Call(state, request, id=call_id, holder=holder, plane=plane, body=body, has_place=has_place)
+                    call = Call(state, request, id=call_id, holder=holder, plane=plane, body=body, places=places)
                     deadline = deadlines.begin() if deadlines is not None else None
                     try:
                         response = await route.handler(call)
@@ -328,8 +329,8 @@ class Middleware:
             finally:
                 if claimed:
                     del state.choices_by_request[call_id]
-                if has_place and (call is None or call.has_place):
-                    state.concurrency.release(holder)
+                if left := places if call is None else call.places:
+                    state.concurrency.release(holder, left)
                 state.metrics.add_request(label, status, state.clock() - begin)
 
         return handle

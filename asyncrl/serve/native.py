@@ -102,9 +102,9 @@ async def generate(call: Call) -> web.StreamResponse:
         prompt_log_probs=body.prompt_log_probs,
         grammar=body.grammar,
     )
-    (request,), record = token_turn(call, tuple(body.prompt_token_ids), sampling)
+    requests, record = token_turn(call, tuple(body.prompt_token_ids), sampling)
     if not body.stream:
-        generation = await call.collect(request)
+        (generation,) = await call.collect_all(requests)
         record(generation)
         if not sampling.top_log_probs and sampling.prompt_log_probs is None:  # most requests save a closure
             return call.answer(_generate_answer(call, generation))
@@ -113,7 +113,7 @@ async def generate(call: Call) -> web.StreamResponse:
     events = call.events()
     tokens = GeneratedTokens()
     event: GenerateAnswer | None = None
-    async with aclosing(call.stream(request)) as chunks:
+    async with aclosing(call.stream(requests[0])) as chunks:
         async for chunk in chunks:
             event = _generate_answer(call, chunk, offset=len(tokens.token_ids))
             tokens.add(chunk)
@@ -266,7 +266,11 @@ async def _store(
         if body.turn_rewards and len(body.turn_rewards) != session.turns:
             raise APIError(400, f"there are {len(body.turn_rewards)} turn_rewards for {session.turns} turns")
         trajectory = session.trajectory(
-            task={"session": session.name}, reward=body.reward, info=body.info, turn_rewards=body.turn_rewards
+            task={"session": session.name},
+            reward=body.reward,
+            info=body.info,
+            turn_rewards=body.turn_rewards,
+            max_seq_len=state.context_tokens,
         )
         try:
             kept = await sink.put([trajectory], group=body.group, holder=session.holder, size=body.group_size)

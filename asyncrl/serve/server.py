@@ -27,6 +27,8 @@ from asyncrl.serve.middleware import KeyRing, Middleware, PlaneAccess
 from asyncrl.serve.routes import routes_of
 
 _BACKLOG = 4096
+_AGENTS_CONNECTIONS = 65_536
+"""That all agents of a process may open together; each has a server of its own."""
 _READ_BYTES = 64 << 10
 """aiohttp pauses reading after each read of a body: pieces need not be joined, and clients take turns."""
 
@@ -183,6 +185,7 @@ class Server:
         Raises:
             ConfigError: no port is available.
         """
+        allow_connections(_AGENTS_CONNECTIONS)
         async with contextlib.AsyncExitStack() as undo:
             listening = undo.enter_context(_bound("127.0.0.1", 0, option="port"))
             undo.push_async_callback(self.close)

@@ -212,12 +212,19 @@ class Session:
         return [(node.message, -1 if node.parent is None else node.parent.number) for node in self._nodes]
 
     def trajectory(
-        self, *, task: Task, reward: float, info: Mapping[str, object], turn_rewards: Sequence[float] = ()
+        self,
+        *,
+        task: Task,
+        reward: float,
+        info: Mapping[str, object],
+        turn_rewards: Sequence[float] = (),
+        max_seq_len: int | None = None,
     ) -> Trajectory:
         """Return the session as one trajectory, its turns in the order in which they ended.
 
         Tokens with a version below 0 were not sampled from the policy as it is: they count as context. ``turn_rewards``
-        are those of all turns; without them no turn has one of its own.
+        are those of all turns; without them no turn has one of its own. It ends with ``max_seq_len`` if its last turn
+        was cut where its branch has so many tokens.
         """
         ids, log_probs, versions = array("i"), array("f"), array("i")
         mask: list[bool] = []
@@ -244,6 +251,7 @@ class Session:
             log_probs.extend(value if mine else 0.0 for value, mine in zip(node.log_probs, own, strict=True))
             versions += node.versions
             mask += own
+        full = max_seq_len is not None and len(nodes[-1].token_ids()) >= max_seq_len
         return Trajectory(
             task=task,
             token_ids=tuple(ids),
@@ -252,7 +260,7 @@ class Session:
             weight_versions=tuple(versions),
             reward=reward,
             turns=tuple(turns),
-            finish_reason="max_seq_len" if turns[-1].finish_reason == "length" else "done",
+            finish_reason="max_seq_len" if full and turns[-1].finish_reason == "length" else "done",
             info=info,
         )
 

@@ -3,8 +3,9 @@
 At any moment a process has one cause: the first that applies of
 
 - trainer: ``publication`` (it publishes), ``update``, ``checkpoint``, ``hand-over`` (of devices that it shares with
-  rollouts), ``pause``, ``evaluation``, ``publication`` (it waits for the one before); while it waits for groups, where
-  they are: ``rollouts``, ``reward``, ``reference``, ``values``, and ``publication`` or ``prompts`` if there are none.
+  rollouts), ``pause``, ``evaluation``, ``publication`` (it waits for the one before, or until older versions are
+  released); while it waits for groups, where they are: ``rollouts``, ``reward``, ``reference``, ``values``, and
+  ``publication`` or ``prompts`` if there are none.
 - reward, reference, critic, driver: their own work (``prompts`` of the driver); ``rollouts`` while groups are being
   sampled; then as a replica.
 - replica: ``restart`` (dead or starting), ``weights`` (fenced until the next version), its groups; without groups, why
@@ -36,6 +37,7 @@ _TRAINER: dict[Activity, str] = {
     ("train", "pause"): "pause",
     ("train", "evaluation"): "evaluation",
     ("train", "publication"): "publication",
+    ("train", "release"): "publication",
 }
 _GROUPS: dict[Activity, str] = {
     "rollout": "rollouts",

@@ -294,14 +294,14 @@ class Assembly:
             # Its workers are dead, or fail once more: closing frees their reservations.
             with contextlib.suppress(InfrastructureError, WorkerError):
                 await replicas[name].aclose()
-            group = replicas[name] = self._groups[name] = self._make_group(requests[name])
-            groups_stack.push_async_callback(_close, group)
+            group = replicas[name] = await self._make_started_group(requests[name], groups_stack)
             await group.ready()
             return group
 
         self.pool = RolloutPool(
             replicas,
             kv_cache=self.config.weights.kv_cache,
+            deadline_s=self.config.weights.deadline_s,
             rollout_deadline_s=self.config.rollout.deadline_s,
             revive=restart,
         )

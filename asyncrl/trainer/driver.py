@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import EnvironmentFailure, ResourceError, RolloutsLostError, VersionLostError
+from asyncrl.errors import AsyncRLError, EnvironmentFailure, ResourceError, RolloutsLostError, VersionLostError
 from asyncrl.interfaces import DroppedGroup, OutOfProcessReplayBuffer, ReplayBuffer, SelectedGroup
 from asyncrl.ledger import Committed, Published
 from asyncrl.runtime import shield_until_done
@@ -35,6 +36,8 @@ from asyncrl.trainer.invariants import GroupBook, check_bound, check_served
 from asyncrl.trainer.journal import Journal, TokenBalance
 from asyncrl.trainer.learner import Learner, StepRecord
 from asyncrl.weights import WeightManifest, joined, manifest_fingerprint
+
+_log = logging.getLogger(__name__)
 
 LEAST_PATIENCE_S = 2.0
 """Time for which an interrupted run finishes its step in any case: short steps take several times as long by chance."""
@@ -133,6 +136,7 @@ class Driver:
     _rebase: bool = False
     _recovered: list[Group] = field(default_factory=list)
     """Groups of the runs before, with rows, that wait for the version which sampled the newest of them."""
+    _releasing: asyncio.Task[None] | None = None
     _unannounced: WeightManifest | None = None
     _announcing: asyncio.Task[None] | None = None
     _book: GroupBook = field(init=False)
@@ -250,6 +254,9 @@ class Driver:
                 if publication is not None:
                     await self._published_by(publication)
                 check_served(step - 1, law=self.law.version, pool=self.stages.pool.weight_version)
+                if self._releasing is not None and not self._releasing.done():
+                    with self.timeline.wait("train", "release"):
+                        await self._releasing  # the trainer holds so many versions, and no more
                 # Called here, not in the task: the trainer runs calls in order, and the next update comes after this.
                 manifest = self.learner.trainer.publish(step, *([True] if self._rebase else []))
                 if self.devices.shared:
@@ -340,16 +347,25 @@ class Driver:
             ended = await self.stages.pool.publish(weights)
             self._rebase = bool(ended.fenced)
             self.journal.count_proofs(self.stages.pool.take_proofs())
-            for old in sorted(self.published - self.stages.pool.needed_versions):
-                self.published.discard(old)
-                await self.learner.trainer.release(old)
         self.law.published(version)
         self._admission_changed.set()
+        self._releasing = tasks.create_task(self._release(), name=f"release before {version}")
         self._go_on(tasks)
-        if self.plan.announces:
+        if self.plan.announces and ended.committed:
             self._unannounced = weights
             if self._announcing is None or self._announcing.done():
                 self._announcing = tasks.create_task(self._announce(), name="announce")
+
+    async def _release(self) -> None:
+        """Release versions that no replica needs any more. One that cannot be released is tried again with the next."""
+        for old in sorted(self.published - self.stages.pool.needed_versions):
+            with self.timeline.span("release", f"version {old}"):
+                try:
+                    await self.learner.trainer.release(old)
+                except AsyncRLError as error:  # a worker that has died fails at its next call
+                    _log.warning("version %d is not released: %s", old, error)
+                else:
+                    self.published.discard(old)
 
     async def _announce(self) -> None:
         while (weights := self._unannounced) is not None:

@@ -68,7 +68,7 @@ from asyncrl.trainer.recovery import check_batches, driver_state, ledger_base, l
 from asyncrl.trainer.report import Recorder, RunSummary, StalenessSummary, Watch
 from asyncrl.trainer.sft import demonstrations, file_conversations, supervise
 from asyncrl.trainer.stored_run import StoredRun
-from asyncrl.trainer.workers import CriticGroup
+from asyncrl.trainer.workers import CriticGroup, EngineGroup
 from asyncrl.weights import WeightManifest, joined
 
 _log = logging.getLogger(__name__)
@@ -428,6 +428,7 @@ class TrainingRun:
         await self._assembly.trainer.build(origin, trainer_options(self._config), weight_version)
         if self._checkpoint is not None:
             await self._assembly.trainer.load(self._checkpoint / "trainer")
+        await _prepare_snapshots(self._assembly.trainer, self._config)
         if published is not None:
             published.append(joined(await self._assembly.trainer.publish(weight_version)))
         self._progress.note("the trainer is loaded")
@@ -446,6 +447,7 @@ class TrainingRun:
                 await critic.load(self._checkpoint / "critic")
             else:
                 self._progress.note("the critic starts anew: the run had none until here")
+        await _prepare_snapshots(critic, self._config)
 
     # ---------------------------------------------------------------------------------------------------------- orders
 
@@ -502,6 +504,7 @@ class TrainingRun:
                 driver.journal.record(Committed(step))
             await self._assembly.trainer.build(origin, trainer_options(wanted), step)
             await self._assembly.trainer.load(saved / "trainer")
+            await _prepare_snapshots(self._assembly.trainer, wanted)
             driver.learner = self._learner(make_advantages(wanted, after=driver.learner.advantages))
             self._accept_changes(step, "set")
             await self._record_start(driver, origin)
@@ -733,6 +736,12 @@ def _check_state_fits(config: Config, before: Config) -> None:
             path="reward.source",
             remedy=f"resume with {was}, with ledger.kind = none (they are sampled again), {anew}",
         )
+
+
+async def _prepare_snapshots(group: EngineGroup, config: Config) -> None:
+    """Get the memory of snapshots here, not in a step, if any will be taken between steps."""
+    if config.steps and config.checkpoint.every != 0:
+        await group.prepare_snapshots()
 
 
 def _where(step: int, found: Recovered | None, *, steps: int) -> str:

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 class EngineGroup(Protocol):
     """What the groups of trainer and critic share. Folders are written and read by all ranks together."""
 
+    def prepare_snapshots(self) -> Awaitable[Any]: ...
+
     def snapshot(self, folder: Path, model: Path | None = None) -> Awaitable[Any]: ...
 
     def write_snapshot(self, folder: Path) -> Awaitable[Sequence[Mapping[str, FileEntry]]]: ...
@@ -361,6 +363,13 @@ class EngineRank(Worker, Generic[EngineT]):
         self._engine: EngineT | None = None
         self._snapshot: Snapshot | None = None
         self._written: Mapping[str, FileEntry] = {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def prepare_snapshots(self) -> None:
+        """Get the memory of snapshots, where the engine takes them."""
+        engine = self._held()
+        if isinstance(engine, SnapshotEngine):
+            engine.prepare_snapshots()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def snapshot(self, folder: Path, model: Path | None = None) -> None:
@@ -672,8 +681,8 @@ class TrainerWorker(EngineRank[TrainingEngine]):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def release(self, version: int) -> None:
         """Free a published version that no replica needs any more."""
-        if self._transport is not None:  # in a thread: it may wait for a publication, or for a store
-            await in_thread(self._transport.release, version)
+        if (transport := self._transport) is not None:
+            await in_abandonable_thread(lambda: transport.release(version))
 
     def close(self) -> None:
         """Leave the process group and unlink what was published."""

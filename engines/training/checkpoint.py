@@ -17,7 +17,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -97,17 +97,36 @@ class HostMemory:
     owner: Snapshot | None = None  # the last to copy
     divided: tuple[list[str], dict[str, _Place]] = field(default=([], {}))  # of these tensors this rank writes those
 
+    def prepare(self, model: PolicyModel, optimizer: ShardedOptimizer, ranks: RankGroup) -> None:
+        """Allocate this memory before the first step, also for the moments that will be there after it. Collective.
+
+        Where there is too little, the snapshot raises the error.
+        """
+        moments: _Moments = {}
+        for name in (name for name, parameter in model.parameters_by_name() if parameter.requires_grad):
+            parts = optimizer.empty_moments([name])[name]  # of one at a time: this is memory of the device
+            moments[name] = {key: part.to("meta") for key, part in parts.items()}
+        shards, _ = _shards_to_write(model, moments, ranks, self)
+        with self.in_use, suppress(RuntimeError):
+            for new in self._allocate(shards):
+                new.zero_()  # the kernel finds a page for it when it is written to
+
     def copy(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        devices = {shard.device for shard in shards.values() if shard.is_cuda}
-        new = {name: shard for name, shard in shards.items() if not _alike(self.tensors.get(name), shard)}
-        memory = host_memory([shard.nbytes for shard in new.values()], pinned=bool(devices))
-        for (name, shard), held in zip(new.items(), memory, strict=True):
-            self.tensors[name] = held.view(shard.dtype).view(shard.shape)
+        self._allocate(shards)
         for name, shard in shards.items():
             self.tensors[name].copy_(shard, non_blocking=True)
-        for device in devices:
+        for device in {shard.device for shard in shards.values() if shard.is_cuda}:
             torch.cuda.synchronize(device)
         return {name: self.tensors[name] for name in shards}
+
+    def _allocate(self, shards: Mapping[str, Tensor]) -> list[Tensor]:
+        """Allocate memory for the shards that have none, and return it."""
+        new = {name: shard for name, shard in shards.items() if not _alike(self.tensors.get(name), shard)}
+        pinned = any(shard.is_cuda for shard in shards.values())
+        memory = host_memory([shard.nbytes for shard in new.values()], pinned=pinned)
+        for (name, shard), held in zip(new.items(), memory, strict=True):
+            self.tensors[name] = held.view(shard.dtype).view(shard.shape)
+        return memory
 
 
 def _alike(held: Tensor | None, shard: Tensor) -> bool:
@@ -184,20 +203,7 @@ def take_snapshot(
 
     Collective. Waits while the snapshot before is being written.
     """
-    weights = dict(model.tensors_by_name())
-    described = model.described()
-    sharded = dict(weights)
-    shards = {name: local_shard(tensor).detach() for name, tensor in weights.items()}
-    for name, state in optimizer.moments().items():
-        for key, part in state.items():  # those of another shape are whole on every rank
-            alike = part.shape == shards[name].shape
-            sharded[f"{key}.{name}"], shards[f"{key}.{name}"] = weights[name] if alike else part, part
-    names, places = memory.divided if memory is not None else ([], {})
-    if names != list(sharded):
-        places = _shards_to_write(sharded, ranks)
-        if memory is not None:
-            memory.divided = list(sharded), places
-    held = {name: shards[name] for name in places}
+    held, places = _shards_to_write(model, optimizer.moments(), ranks, memory)
     snapshot = Snapshot(
         state={
             "model_type": model.causal_lm.config.model_type,
@@ -208,7 +214,7 @@ def take_snapshot(
         },
         shards=held,
         places=places,
-        weights=[_spec(name, tensor) for name, tensor in described.items()],
+        weights=[_spec(name, tensor) for name, tensor in model.described().items()],
         model=model,
         rank=ranks.rank,
         publish_dtype=publish_dtype,
@@ -420,9 +426,20 @@ def _all_steps(model: PolicyModel, optimizer: ShardedOptimizer, ranks: RankGroup
     return {name: round(count) for name, count in summed if count}
 
 
-def _shards_to_write(tensors: Mapping[str, Tensor], ranks: RankGroup) -> dict[str, _Place]:
-    """Return the tensors of which this rank writes its shard, and where that lies. Collective."""
-    places = {name: place_of_shard(tensor) for name, tensor in tensors.items()}
+def _shards_to_write(
+    model: PolicyModel, moments: _Moments, ranks: RankGroup, memory: HostMemory | None
+) -> tuple[dict[str, Tensor], Mapping[str, _Place]]:
+    """Return the shards that this rank writes, and where they lie. Collective, unless ``memory`` has that already."""
+    weights = dict(model.tensors_by_name())
+    sharded = dict(weights)
+    shards = {name: local_shard(tensor).detach() for name, tensor in weights.items()}
+    for name, state in moments.items():
+        for key, part in state.items():  # those of another shape are whole on every rank
+            alike = part.shape == shards[name].shape
+            sharded[f"{key}.{name}"], shards[f"{key}.{name}"] = weights[name] if alike else part, part
+    if memory is not None and memory.divided[0] == list(sharded):
+        return {name: shards[name] for name in memory.divided[1]}, memory.divided[1]
+    places = {name: place_of_shard(tensor) for name, tensor in sharded.items()}
     numbers = [[number for part in place for number in (part.start, part.stop)] for place in places.values()]
     everywhere = ranks.gather_from_stage([number for place in numbers for number in place])
     mine: dict[str, _Place] = {}
@@ -430,10 +447,12 @@ def _shards_to_write(tensors: Mapping[str, Tensor], ranks: RankGroup) -> dict[st
     for turn, (name, place) in enumerate(zip(places, numbers, strict=True)):
         holders = [rank for rank, theirs in enumerate(everywhere) if theirs[begin : begin + len(place)] == place]
         empty = any(part.start == part.stop for part in places[name])
-        if holders[turn % len(holders)] == ranks.stage_rank and not (empty and tensors[name].numel()):
-            mine[name] = {"start": [part.start for part in places[name]], "shape": list(tensors[name].shape)}
+        if holders[turn % len(holders)] == ranks.stage_rank and not (empty and sharded[name].numel()):
+            mine[name] = {"start": [part.start for part in places[name]], "shape": list(sharded[name].shape)}
         begin += len(place)
-    return mine
+    if memory is not None:
+        memory.divided = list(sharded), mine
+    return {name: shards[name] for name in mine}, mine
 
 
 def _read_state(path: Path, model: PolicyModel) -> dict[str, Any]:

@@ -221,6 +221,10 @@ class ShardedEngine(Generic[ModelT]):
         """Write weights, moments and counters; replaces ``folder`` as a whole. Each rank writes its shards."""
         save_trainer(Path(folder), self._snapshot(memory=None), self._ranks, files=self.files)
 
+    def prepare_snapshots(self) -> None:
+        self._check_open()
+        self._memory.prepare(self._model, self._optimizer, self._ranks)
+
     def snapshot(self) -> Snapshot:
         """Copy weights, moments and counters into host memory, to be written while training goes on."""
         return self._snapshot(memory=self._memory)

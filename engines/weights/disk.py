@@ -11,7 +11,7 @@
             complete                    the manifest's digest; written last
 
 transformers can load the folder of a full version, too. It is renamed to its number when its files are on the disk.
-Readers copy the tensors, so releasing a version does not disturb them.
+Readers copy the tensors, so releasing a version does not disturb them. It is removed beside what follows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from asyncrl.errors import WeightError, WeightMismatchError
@@ -39,19 +39,21 @@ from asyncrl.io import DurableFiles
 from asyncrl.weights import TensorEntry, WeightManifest
 from engines.weights.transport import (
     PlacedTensor,
+    Removals,
     VersionedTransport,
     check_layout,
     check_tensors,
     checked_copy,
     existing_folder,
     in_batches,
-    tensor_bytes,
+    remove_in_time,
 )
 
 _OWNER = "owner"
 _MANIFEST = "manifest.msgpack"
 INDEX = "model.safetensors.index.json"
 COMPLETE = "complete"
+_LARGEST_HEADER_BYTES = 100_000_000  # as safetensors has it
 
 
 class DiskTransport(VersionedTransport[Path]):
@@ -89,6 +91,7 @@ class DiskTransport(VersionedTransport[Path]):
         self.directory = existing_folder(directory, remedy=remedy)
         self.shard_size_bytes = shard_size_bytes
         self._home: _Home | None = None
+        self._removals = Removals()
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[WeightManifest, Path]:
         try:
@@ -104,7 +107,7 @@ class DiskTransport(VersionedTransport[Path]):
         return manifest, folder
 
     def _free(self, version: int, place: Path) -> None:
-        shutil.rmtree(place, ignore_errors=True)
+        self._removals.add(partial(shutil.rmtree, place))
 
     def _close(self) -> None:
         if self._home is not None:
@@ -168,7 +171,7 @@ def read_version(
                 raise ValueError(f"{shard!r} is not a file of this folder")
             fetch(shard)
         return _read_tensors(folder, shards, manifest)
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise WeightMismatchError(f"version {manifest.version}: {folder} is damaged: {error}") from error
 
 
@@ -195,7 +198,7 @@ class _Home:
 
 def _remove_home(path: Path, owner: int, process: int) -> None:
     if process == os.getpid():
-        shutil.rmtree(path, ignore_errors=True)
+        remove_in_time(partial(shutil.rmtree, path, ignore_errors=True), what=str(path))
         os.close(owner)
 
 
@@ -240,19 +243,30 @@ def _save(batch: list[PlacedTensor], path: Path) -> None:
 
 
 def _read_tensors(folder: Path, shards: Mapping[str, str], manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    """Read and check the tensors.
+
+    No file is mapped: where another machine removes one of NFS, the next page fault would kill this process.
+    """
+    begins = {shard: _begins(folder / shard) for shard in sorted(set(shards.values()))}
     read: dict[str, torch.Tensor] = {}
-    mapped: dict[str, torch.Tensor] = {}
-    for shard in sorted(set(shards.values())):
-        with safe_open(folder / shard, framework="pt") as file:
-            mapped |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
 
     def is_right(entry: TensorEntry) -> bool:
-        tensor = mapped[entry.name]
-        copy = checked_copy(tensor_bytes(entry.name, tensor), entry)
-        if copy is None or copy.dtype != tensor.dtype or copy.shape != tensor.shape:
-            return False
-        read[entry.name] = copy
-        return True
+        shard = shards[entry.name]
+        with (folder / shard).open("rb") as file:
+            file.seek(begins[shard][entry.name])
+            copy = checked_copy(memoryview(file.read(entry.size_bytes)), entry)
+        if copy is not None:
+            read[entry.name] = copy
+        return copy is not None
 
     check_tensors(manifest.tensors, is_right, manifest=manifest)
     return {entry.name: read[entry.name] for entry in manifest.tensors}
+
+
+def _begins(path: Path) -> dict[str, int]:
+    """Return the byte at which each tensor begins in a file of safetensors."""
+    with path.open("rb") as file:
+        size_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(size_bytes, _LARGEST_HEADER_BYTES)))
+    tensors = {name: part for name, part in header.items() if name != "__metadata__"}
+    return {name: 8 + size_bytes + int(part["data_offsets"][0]) for name, part in tensors.items()}

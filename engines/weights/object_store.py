@@ -1,8 +1,9 @@
 """Weights through Ray's object store: for a trainer and engines on the nodes of one Ray cluster.
 
 The publisher puts the tensors into the store of its node; Ray copies them once to each node that reads them. An index,
-an actor that dies with the publisher, holds the references of each version's objects, so the manifest stays small: its
-location is ``INDEX/VERSION@CLUSTER``. A process outside any cluster, such as that of an engine, joins that cluster.
+an actor beside the publisher that dies with it, has the references of each version's objects, so the manifest stays
+small: its location is ``INDEX/VERSION@CLUSTER``. Where the index alone dies, the next publication makes it again. A
+process outside any cluster, such as that of an engine, joins that cluster.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import secrets
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,8 +25,11 @@ from engines.weights.transport import VersionedTransport, check_layout, check_te
 
 _RAY_NAMESPACE = "asyncrl-weights"
 
+_Version: TypeAlias = tuple[bytes, list[Any]]
+"""The manifest's digest and the objects. Any: Ray's references, which are untyped."""
 
-class ObjectStoreTransport(VersionedTransport[str]):
+
+class ObjectStoreTransport(VersionedTransport[_Version]):
     """Implements :class:`asyncrl.weights.WeightTransport` for processes of one Ray cluster.
 
     At most ``max_versions`` are held, and the store of every node needs room for them; released versions leave it when
@@ -52,7 +56,7 @@ class ObjectStoreTransport(VersionedTransport[str]):
         self._index: Any = None  # Any: Ray's actor handles are untyped
         self._index_name = f"weights.{namespace}.{secrets.token_hex(4)}"
 
-    def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[WeightManifest, str]:
+    def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[WeightManifest, _Version]:
         ray = _ray()
         if not ray.is_initialized():
             raise WeightError(
@@ -65,18 +69,32 @@ class ObjectStoreTransport(VersionedTransport[str]):
             for batch in in_batches(tensors, size_bytes=self.batch_size_bytes):
                 objects.append(ray.put({part.name: np.frombuffer(part.data, dtype=np.uint8) for part in batch}))
                 entries += [part.entry(xxhash.xxh3_64_intdigest(part.data)) for part in batch]
-            if self._index is None:
-                actor = ray.remote(num_cpus=0, max_restarts=0)(_Index)
-                self._index = actor.options(name=self._index_name, namespace=_RAY_NAMESPACE).remote()
-                weakref.finalize(self, _kill, self._index)
             location = f"{self._index_name}/{version}@{ray.get_runtime_context().gcs_address}"
             manifest = self._manifest(version, location, entries)
-            ray.get(self._index.add.remote(version, manifest.digest, objects))
+            self._add(ray, version, (manifest.digest, objects))
         except ray.exceptions.RayError as error:
             raise WeightError(f"version {version} cannot be put into Ray's object store: {error}") from error
-        return manifest, location
+        return manifest, (manifest.digest, objects)
 
-    def _free(self, version: int, place: str) -> None:
+    def _add(self, ray: Any, version: int, added: _Version) -> None:
+        """Add a version to the index; make that if there is none, or again if it died, with the versions it had."""
+        versions = {version: added}
+        if self._index is not None:
+            try:
+                ray.get(self._index.add.remote(versions))
+            except ray.exceptions.RayActorError:
+                versions |= self._held
+            else:
+                return
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=here)(_Index)
+        self._index = actor.options(name=self._index_name, namespace=_RAY_NAMESPACE, get_if_exists=True).remote()
+        weakref.finalize(self, _kill, self._index)
+        ray.get(self._index.add.remote(versions))
+
+    def _free(self, version: int, place: _Version) -> None:
         self._index.remove.remote(version)
 
     def _close(self) -> None:
@@ -108,12 +126,12 @@ class _Index:
     """An actor with the objects of every version. The publisher owns them, and the actor."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[bytes, list[Any]]] = {}
+        self._held: dict[int, _Version] = {}
 
-    def add(self, version: int, digest: bytes, objects: list[Any]) -> None:
-        self._held[version] = (digest, objects)
+    def add(self, versions: Mapping[int, _Version]) -> None:
+        self._held |= versions
 
-    def find(self, version: int) -> tuple[bytes, list[Any]] | None:
+    def find(self, version: int) -> _Version | None:
         return self._held.get(version)
 
     def remove(self, version: int) -> None:

@@ -28,7 +28,7 @@ from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.storage import Store
 from asyncrl.weights import WeightManifest
 from engines.weights.disk import COMPLETE, read_version, write_version
-from engines.weights.transport import VersionedTransport
+from engines.weights.transport import Removals, VersionedTransport, remove_in_time
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class StoreTransport(VersionedTransport[str]):
         self.shard_size_bytes = shard_size_bytes
         self._store = Store(url, key="weights.options.url")
         self._home = f"asyncrl.{namespace}.{secrets.token_hex(8)}"
+        self._removals = Removals()
         self._attempts = 0
         self._finalizer: Any = None  # once there is something to remove
         self._kept_versions = kept_versions
@@ -126,21 +127,17 @@ class StoreTransport(VersionedTransport[str]):
         self._location = re.compile(_PLACE.format("[A-Za-z0-9_.-]+"))  # of any publisher
         return manifest
 
-    def release(self, version: int) -> None:
+    def _let_go(self, version: int) -> None:
         if version in self._held and version not in self._released and version not in self._kept:
             self._kept.append(version)
         while len(self._kept) > self._kept_versions:
-            super().release(self._kept.pop(0))
+            super()._let_go(self._kept.pop(0))
 
     def _free(self, version: int, place: str) -> None:
         if place in self._newest:  # no later one could be announced yet
             self._staying.append((version, place))
-            return
-        try:
-            self._store.remove(f"{place}/{COMPLETE}")  # first: what is left of it is no version
-            self._store.remove(place)
-        except StorageError as error:
-            _log.warning("version %d stays in the store: %s", version, error)
+        else:
+            self._removals.add(partial(_remove_version, self._store, version, place))
 
     def _close(self) -> None:
         if self._finalizer is not None:
@@ -164,9 +161,20 @@ class StoreTransport(VersionedTransport[str]):
             raise WeightError(f"version {manifest.version} is not available: {what} ({url})") from error
 
 
+def _remove_version(store: Store, version: int, place: str) -> None:
+    try:
+        store.remove(f"{place}/{COMPLETE}")  # first: what is left of it is no version
+        store.remove(place)
+    except StorageError as error:
+        _log.warning("version %d stays in the store: %s", version, error)
+
+
 def _remove_home(store: Store, home: str, staying: AbstractSet[str], process: int) -> None:
-    if process != os.getpid():  # a forked child's copy
-        return
+    if process == os.getpid():  # not a forked child's copy
+        remove_in_time(partial(_remove_all, store, home, staying), what=f"{store.url}/{home}")
+
+
+def _remove_all(store: Store, home: str, staying: AbstractSet[str]) -> None:
     try:
         if not staying:
             store.remove(home)

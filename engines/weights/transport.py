@@ -16,6 +16,7 @@ import os
 import re
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -376,6 +377,49 @@ def existing_folder(directory: str | Path, *, remedy: str) -> Path:
     return path
 
 
+_REMOVING_S = 30.0
+
+
+class Removals:
+    """Removes what was released, one after another. Nothing waits for that: neither a publication nor the process."""
+
+    def __init__(self) -> None:
+        self._due: deque[Callable[[], object]] = deque()  # the first one is under way
+        self._lock = threading.Lock()
+
+    def add(self, remove: Callable[[], object]) -> None:
+        with self._lock:
+            self._due.append(remove)
+            if len(self._due) == 1:
+                threading.Thread(target=self._run, name="removing released weights", daemon=True).start()
+
+    def _run(self) -> None:
+        more = True
+        while more:
+            try:
+                self._due[0]()
+            except FileNotFoundError:  # the publisher has ended, and removes everything
+                pass
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next version can be removed
+                _log.warning("released weights stay: %s", error)
+            with self._lock:
+                self._due.popleft()
+                more = bool(self._due)
+
+
+def remove_in_time(remove: Callable[[], object], *, what: str) -> None:
+    """Remove what a publisher leaves. What takes longer than 30 s is left to a thread that ends with the process."""
+    thread = threading.Thread(target=remove, name=f"removing {what}", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # at the end of an interpreter no thread can be started
+        remove()
+        return
+    thread.join(_REMOVING_S)
+    if thread.is_alive():
+        _log.warning("%s may stay: it was not removed in %g s", what, _REMOVING_S)
+
+
 class VersionedTransport(Generic[PlaceT]):
     """Base of the transports: versions grow, at most ``max_versions`` are held, and publications are serialised.
 
@@ -463,10 +507,14 @@ class VersionedTransport(Generic[PlaceT]):
             yield MappingProxyType(tensors)
 
     def release(self, version: int) -> None:
+        """Free a version once none that is held is made of it. Waits for no removal that may take long."""
         with self._lock:
-            if version in self._held:
-                self._released.add(version)
-                self._free_unneeded()
+            self._let_go(version)
+            self._free_unneeded()
+
+    def _let_go(self, version: int) -> None:
+        if version in self._held:
+            self._released.add(version)
 
     def close(self) -> None:
         """Free everything; also done when the interpreter exits."""
@@ -482,6 +530,7 @@ class VersionedTransport(Generic[PlaceT]):
         raise NotImplementedError
 
     def _free(self, version: int, place: PlaceT) -> None:
+        """Free what no version is made of. Called under the lock: what may take long is left to :class:`Removals`."""
         raise NotImplementedError
 
     def _close(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -103,6 +104,12 @@ def misbehave(manner: str, question: str) -> None:
         ask([{"role": "user", "content": question}])
     if manner == "fails":
         sys.exit(3)
+    if manner == "removes":
+        shutil.rmtree(Path.cwd())
+    if manner == "fills":
+        with contextlib.suppress(OSError), Path("big").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1000))
     if manner == "dies":
         os.kill(os.getpid(), signal.SIGSEGV)
     if manner == "hangs":

@@ -23,7 +23,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.envs.calculator import CalculatorFactory
-from asyncrl.envs.command import CommandFactory, filled, run_program
+from asyncrl.envs.command import CommandFactory, _Sandboxed, filled, run_program
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RequestAbortedError
 from asyncrl.interfaces import (
     Environment,
@@ -36,7 +36,7 @@ from asyncrl.interfaces import (
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy, run_agent_episode
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.sandboxes.contract import SandboxLimits
+from asyncrl.sandboxes.contract import Isolation, SandboxLimits
 from asyncrl.sandboxes.namespaces import NamespacesBackend
 from asyncrl.tasks.run import train
 from tests.envs.playing import RecordingEngine
@@ -135,7 +135,7 @@ async def test_branches_are_one_tree(play: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("manner", "error", "text"),
     [
-        ("silent", EnvironmentFailure, "asked nothing of the model.*status 1.*no idea"),
+        ("silent", EnvironmentFailure, "had no turn of the model.*status 1.*no idea"),
         ("dies", EnvironmentFailure, "killed by signal 11"),
         ("hangs", EnvironmentDeadlineError, "did not end within deadline_s = 1"),
         ("flood", EnvironmentFailure, "wrote more than output_bytes = 4000"),
@@ -329,19 +329,48 @@ async def test_work_that_crashes_its_test_earns_nothing(
 
     for crash, limited in (("import os; os.kill(os.getpid(), 11)", 0.0), ("print('x' * 5000)", 1.0)):
         (failed,), _ = await play(tested(crash))
-        assert (failed.reward, failed.info["reward_parts"]) == (0.0, {"test_limits": limited})
+        assert (failed.reward, failed.info["reward_parts"]) == (0.0, {"test_limits": limited, "test_not_started": 0.0})
     with pytest.raises(EnvironmentFailure, match="test_command was killed by signal 9"):
         await play(tested("import os; os.kill(os.getpid(), 9)"))
 
 
-async def test_a_test_that_cannot_be_started_is_no_reward(play: Callable[..., Any]) -> None:
-    # What a shell does not find, or a program of the folder that is gone, is the agent's doing: no further attempt.
-    for wrong in (["sh", "-c", "exit 1"], ["sh", "-c", "./no-such-test"], ["./no-such-test"]):
-        (failed,), _ = await play(factory_of("prepares", test_command=wrong))
-        assert failed.reward == 0.0
+async def test_a_test_that_cannot_be_started_is_no_reward(
+    play: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # What a shell or a script does not find, or a program of the folder that is gone, may be the agent's doing.
+    script = tmp_path / "test.sh"
+    script.write_text("#!/bin/sh\n./no-such-test\n")
+    script.chmod(0o755)
+    missing = ["sh", "-c", "./no-such-test"]
+    for wrong, started in ((["sh", "-c", "exit 1"], 1), (missing, 0), (["./no-such-test"], 0), ([str(script)], 0)):
+        factory = factory_of("prepares", test_command=wrong)
+        trajectories, _ = await play(factory, episodes=2)
+        for failed in trajectories:
+            assert failed.reward == 0.0
+            assert failed.info["reward_parts"] == {"test_limits": 0.0, "test_not_started": float(not started)}
+        told = [record.getMessage() for record in caplog.records if "test_not_started" in record.getMessage()]
+        assert len(told) == (not started)
+        assert all("no-such-test" in each for each in told)
+        caplog.clear()
     test_command = [sys.executable, "-c", "raise SystemExit(127)"]
     with pytest.raises(EnvironmentFailure, match=r"test_command ended with status 127 \(it could not be started\)"):
         await play(factory_of("prepares", test_command=test_command))
+
+
+@pytest.mark.parametrize(
+    ("manner", "sandbox", "text"),
+    [
+        ("removes", None, "the agent has removed its folder"),
+        ("fills", {"file_bytes": 1 << 20}, "turns.json cannot be written in the agent's sandbox: .*[Nn]o space"),
+    ],
+)
+async def test_an_agent_that_leaves_no_place_for_its_test_earns_nothing(
+    play: Callable[..., Any], manner: str, sandbox: dict[str, Any] | None, text: str
+) -> None:
+    (failed,), _ = await play(factory_of(manner, test_command=["true"], sandbox=sandbox))
+    assert (failed.reward, failed.info["reward_parts"]) == (0.0, {"test_limits": 1.0, "test_not_started": 0.0})
+    with pytest.raises(EnvironmentFailure, match=text):
+        await play(factory_of(manner, score_command=["echo", "1"], sandbox=sandbox))
 
 
 async def test_a_program_may_give_credit_to_turns(play: Callable[..., Any]) -> None:
@@ -432,6 +461,26 @@ def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         factory_of("well", test_command=["true"], score_command=["true"])
     with pytest.raises(ConfigError, match=r"has no value for \{mistake\}"):
         filled("{mistake}", {"task": "t"})
+
+
+@pytest.mark.parametrize(("option", "value"), [("test_command", ["true", "{mistake}"]), ("env", {"A": "{mistake}"})])
+async def test_a_placeholder_without_a_value_names_its_option(
+    play: Callable[..., Any], option: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=r"has no value for \{mistake\}") as wrong:
+        await play(factory_of("prepares", **{option: value}))
+    assert wrong.value.path == f"env.options.{option}"
+
+
+async def test_a_command_that_its_launcher_makes_too_long_is_a_failure() -> None:
+    class Unused:
+        folder = "/sandbox"
+        isolation = Isolation(user=True, network=False, processes=True, files=True, system_calls=True)
+
+    unused: Any = Unused()
+    limits: Any = CommandFactory(command=["true"], tasks="calculator").limits
+    with pytest.raises(EnvironmentFailure, match="sh cannot be started: argument list too long"):
+        await _Sandboxed(unused).run(["sh", "x" * (96 * 1024 - 40)], {}, limits, over=asyncio.Event())
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from asyncrl.envs.sandbox import SandboxFactory, answer_text
 from asyncrl.errors import ConfigError, EnvironmentFailure, SandboxError
 from asyncrl.interfaces import EnvironmentWait, Message, Step, Task, Tool
 from asyncrl.rollout.episode import replay_episode
+from asyncrl.sandboxes import namespaces
 from asyncrl.sandboxes.contract import ProgramEnd, SandboxLimits
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
 
@@ -63,20 +65,45 @@ async def test_a_coding_agent_changes_files_until_the_tests_pass(tmp_path: Path)
     await made.aclose()
 
 
-async def earned(made: SandboxFactory, task: Task, command: str) -> float:
-    """Play an episode in which the policy runs one command, and return its reward."""
+async def ended(made: SandboxFactory, task: Task, command: str) -> Step:
+    """Play an episode in which the policy runs one command, and return its last step."""
     environment = made.make()
     await environment.reset(task)
     await environment.step(call("bash", command=command))
     step = await environment.step({"role": "assistant", "content": "done"})
     assert step.done
     await environment.close()
-    return step.reward
+    return step
+
+
+async def earned(made: SandboxFactory, task: Task, command: str) -> float:
+    return (await ended(made, task, command)).reward
 
 
 async def test_a_policy_that_leaves_no_room_for_the_tests_fails_them(tmp_path: Path):
     made = factory(tmp_path)
-    assert await earned(made, made.task(0, split="train"), "mkdir test.py; chmod 0 .") == 0.0
+    step = await ended(made, made.task(0, split="train"), "mkdir test.py; chmod 0 .")
+    parts = {"checked": 0.0, "check_limits": 1.0, "check_not_started": 0.0}
+    assert (step.reward, step.info) == (0.0, {"reward_parts": parts})
+    await made.aclose()
+
+
+@pytest.mark.parametrize(
+    ("check", "part"),
+    [("no-such-test", "check_not_started"), ("sleep 9", "check_limits"), ("yes", "check_limits"), ("exit 1", "")],
+)
+async def test_a_check_that_may_say_nothing_of_the_work_is_counted_and_logged(
+    tmp_path: Path, check: str, part: str, caplog: pytest.LogCaptureFixture
+):
+    made = factory(tmp_path, limits={"deadline_s": 0.5, "output_bytes": 1000})
+    task = made.task(0, split="train")
+    task["extra_info"] = {"check": check}
+    for _ in range(2):
+        parts = (await ended(made, task, "true")).info["reward_parts"]
+        assert {name for name, value in parts.items() if value} == ({part} if part else set())
+    told = [record.getMessage() for record in caplog.records if f"reward/{part or 'check'}" in record.getMessage()]
+    assert len(told) == bool(part)
+    assert part != "check_not_started" or "no-such-test" in told[0]
     await made.aclose()
 
 
@@ -129,7 +156,8 @@ async def test_a_row_with_a_check_needs_no_rule(tmp_path: Path):
     environment = made.make()
     await environment.reset({**made.task(0, split="train"), "data_source": "codecontests"})
     step = await environment.step({"role": "assistant", "content": "done"})
-    assert (step.reward, step.info) == (0.0, {"reward_parts": {"checked": 0.0}})
+    parts = {"checked": 0.0, "check_limits": 0.0, "check_not_started": 0.0}
+    assert (step.reward, step.info) == (0.0, {"reward_parts": parts})
     await environment.close()
     await made.aclose()
     unchecked = {**ROW, "extra_info": {}}
@@ -164,6 +192,20 @@ async def test_a_sandbox_that_dies_is_a_failure_and_no_reward(tmp_path: Path, mo
     sandboxes[0]._process.kill()
     with pytest.raises(SandboxError):
         await environment.step(call("bash", command="ls"))
+    await environment.close()
+    await made.aclose()
+
+
+async def test_a_worker_without_descriptors_is_a_failure_and_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def broken(pipes: Any, stdin: bytes) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    made = factory(tmp_path)
+    environment = made.make()
+    await environment.reset(made.task(0, split="train"))
+    monkeypatch.setattr(namespaces._Pipes, "open", broken)
+    with pytest.raises(SandboxError, match=r"a command could not be started: .*Too many open files"):
+        await environment.step({"role": "assistant", "content": "done"})
     await environment.close()
     await made.aclose()
 

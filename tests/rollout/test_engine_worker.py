@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.errors import EngineClosedError, EngineError, WeightError, WeightMismatchError, WeightVersionError
+from asyncrl.errors import (
+    EngineClosedError,
+    EngineError,
+    LiveWeightsError,
+    WeightError,
+    WeightMismatchError,
+    WeightVersionError,
+)
 from asyncrl.interfaces import GenerationRequest, OutOfProcessEngine, SamplingParams
 from asyncrl.rollout.engine_worker import EngineSpec, EngineWorker, WorkerGroupEngine
 from asyncrl.rollout.health import HealthPolicy
+from asyncrl.rollout.live_weights import commit_into
 from asyncrl.rollout.replica import PoolOptions, Supervision
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.single_controller import ClassWithInitArgs
 from asyncrl.single_controller.liveness import Liveness
 from asyncrl.single_controller.local import LocalWorkerGroup
+from asyncrl.testing import VersionEchoEngine
 from asyncrl.weights import WeightManifest, WeightTransport
 from engines.weights.shared_memory import SharedMemoryTransport
 
@@ -109,6 +118,36 @@ async def test_bytes_that_are_not_the_manifests_do_not_reach_the_engine(transpor
             await engine.commit_weights(1)
         with pytest.raises(WeightError, match="manifest"):
             await engine.prepare_weights({}, version=2)
+
+
+class OtherTensors(VersionEchoEngine):
+    """Serves other tensors than it was sent; the first time, it does not come to say so."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._asked = False
+
+    async def live_checksums(self, names: Sequence[str]) -> dict[str, tuple[str, int]]:
+        if not self._asked:
+            self._asked = True
+            await asyncio.Event().wait()
+        return dict.fromkeys(names, ("float32", 0))
+
+
+async def test_a_commit_that_was_cut_off_is_proven_when_it_is_repeated(transport: SharedMemoryTransport) -> None:
+    spec = EngineSpec(engine=f"{__name__}:OtherTensors", model="", options={})
+    async with hosted(transport, spec) as engine:
+        manifest = transport.publish(weights(1), version=1)
+        await engine.fetch_weights(manifest)
+        commit = asyncio.ensure_future(commit_into(engine, 1, kv_cache="keep", manifest=manifest))
+        while (await engine.health(5.0)).weight_version < 1:
+            pass
+        commit.cancel()
+        await asyncio.wait([commit])
+        await engine.resume()  # whose answer has the version
+        assert engine.weight_version == 1
+        with pytest.raises(LiveWeightsError, match=r"weight version 1, but its tensor a\.weight"):
+            await commit_into(engine, 1, kv_cache="keep", manifest=manifest)
 
 
 async def test_an_engine_that_cannot_be_made_says_why() -> None:

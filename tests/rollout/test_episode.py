@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from asyncrl.rollout.episode import (
     run_agent_episode,
     run_episode,
 )
-from asyncrl.rollout.trajectory import Trajectory, encode_rows, trajectories_to_batch
+from asyncrl.rollout.trajectory import Trajectory, Turn, encode_rows, trajectories_to_batch
 from asyncrl.rollout.turns import TurnFeed, TurnRecorder, decode_turns
 from asyncrl.testing import EchoEnvironment, ScriptedEngine
 from asyncrl.testing.clock import run_virtually
@@ -397,6 +398,9 @@ class Agent:
         self.closed += 1
 
 
+TURN = Turn(start=1, end=2, finish_reason="stop", message={"role": "assistant", "content": ""})
+
+
 def sampled(**changes: Any) -> Trajectory:
     said: dict[str, Any] = {
         "task": TASK,
@@ -419,6 +423,7 @@ def sampled(**changes: Any) -> Trajectory:
         (sampled(reward=None), "finite number; got None"),
         (sampled(reward=math.nan), "finite number; got nan"),
         (sampled(reward=Unshowable()), "finite number; got a Unshowable"),
+        (sampled(turns=(replace(TURN, reward=1e39),)), r"finite number; got 1e\+39"),
         (sampled(info=None), "must be a mapping; got None"),
         (sampled(info={"reward_parts": {"form": "good"}}), "agent returned .*'form': 'good'"),
         (sampled(info={"state": Unshowable()}), "info of an environment's agent cannot be stored: .*Unshowable"),

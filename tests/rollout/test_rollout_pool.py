@@ -823,10 +823,55 @@ async def test_a_replica_that_serves_other_tensors_is_started_again(persists: bo
             with pytest.raises(ResourceError, match="no rollout replica serves: a: it serves other tensors"):
                 await by(pool)
             assert len(every) == 2  # the second time, no further one is made
+            with pytest.raises(WeightError, match="take weight version 2: a: it serves other tensors than version 1"):
+                await pool.publish(manifest(2))
         else:
             assert (await meta_of(pool, rows(2)))["version"] == 1
             assert len(every) == 2
     finally:
         await pool.aclose()
         for one in every:
+            await one.aclose()
+
+
+class FailsItsProof(FakeWorker):
+    """Fails to commit once its gate is open; rollouts wait for that and are refused, as by a worker's own proof."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name)
+        self._error: type[Exception] = options["error"]
+        self._proving = asyncio.Lock()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def commit_weights(self, version: int, kv_cache: str) -> None:
+        async with self._proving:
+            self.orders = ["commit"]
+            await self.gate.wait()
+            raise self._error(f"version {version} is not proven")
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    async def rollout(self, prompts: DataProto) -> DataProto:
+        async with self._proving:
+            raise LiveWeightsError("version 1 was committed and not proven")
+
+
+@pytest.mark.parametrize(("error", "state"), [(LiveWeightsError, "dead"), (WeightError, "stale")])
+async def test_rollouts_are_not_to_blame_for_a_version_that_is_not_proven(error: type[Exception], state: str):
+    groups = {"a": LocalWorkerGroup(ClassWithInitArgs(FailsItsProof, "a", error=error), name="a"), "b": group("b")}
+    pool = RolloutPool(groups, attempts=1)
+    await pool.start("model", weight_version=0)
+    try:
+        publishing = asyncio.ensure_future(pool.publish(manifest(1)))
+        while await groups["a"].slept() != ["commit"]:
+            pass
+        rolling = asyncio.ensure_future(by(pool))
+        await begun(pool, "a")
+        await groups["a"].open()
+        async with asyncio.timeout(10.0):
+            assert await rolling == "b"
+        assert (await publishing).committed == ("b",)
+        assert replica(pool, "a").health.state == state
+    finally:
+        await pool.aclose()
+        for one in groups.values():
             await one.aclose()

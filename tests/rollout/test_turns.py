@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import takewhile
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.errors import CodecError
 from asyncrl.interfaces import Generation
@@ -99,6 +102,39 @@ async def test_turns_of_a_complete_group_are_dropped():
     await asyncio.sleep(0)
     assert not waiting.done()
     waiting.cancel()
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    sampled=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=12), proofs=st.permutations([1, 2, 3])
+)
+async def test_turns_of_a_row_leave_in_order_as_far_as_their_versions_are_proven(
+    sampled: list[tuple[int, int]], proofs: list[int]
+) -> None:
+    unproven = {1, 2, 3}
+    feed = TurnFeed(gather_s=0.0, unproven=unproven)
+    rows = [TurnRecorder(feed, group_id=0, attempt=0, row=row) for row in range(3)]
+    for recorder in rows:
+        recorder.begin(trial=0)
+    fetched: list[TurnRecord] = []
+
+    async def fetch() -> None:
+        while True:
+            fetched.extend(decode_turns(await feed.drain()))
+
+    fetching = asyncio.create_task(fetch())
+    for row, version in sampled:
+        rows[row].sampled((1,), said(version))
+    for version in (0, *proofs):
+        unproven.discard(version)
+        feed.proven()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        for row in range(3):
+            versions = [version for of, version in sampled if of == row]
+            left = [(turn.turn, turn.newest_version) for turn in fetched if turn.row == row]
+            assert left == list(enumerate(takewhile(lambda each: each not in unproven, versions)))
+    fetching.cancel()
 
 
 def test_the_last_chain_of_the_newest_attempt_counts():

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,22 @@ async def test_a_file_is_written_through_no_link(kind: str, folder: Path, monkey
                 await sandbox.write(path, b"new")
         with pytest.raises(OSError, match=r"a: .*directory"):
             await sandbox.write("a", b"new")
+
+
+@pytest.mark.parametrize("kind", ["namespaces", "container", "remote"])
+async def test_a_file_that_is_not_written_in_time_is_a_failure_of_the_sandbox(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with made(kind, folder, monkeypatch) as backend:
+        sandbox = await backend.create(LIMITS)
+        assert (await sandbox.exec(["mkfifo", "pipe"])).succeeded
+        with pytest.raises(OSError, match="pipe"):  # a program's doing
+            await sandbox.read("pipe")
+        sandbox.limits = replace(LIMITS, deadline_s=1e-6)
+        with pytest.raises(SandboxError, match=r"a: a sandbox ended it \(deadline\)"):
+            await sandbox.write("a", b"1")
+        with pytest.raises(SandboxError, match="gone"):
+            await sandbox.exec(["true"])
 
 
 async def test_a_container_has_what_the_limits_say_and_no_more(folder: Path):

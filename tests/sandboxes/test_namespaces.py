@@ -158,6 +158,13 @@ async def test_memory_and_files_are_limited():
     assert end.how == "killed" or end.stdout == "full\n"
 
 
+async def test_the_time_of_the_processor_allows_a_program_all_cores_until_its_deadline():
+    end = await run("import resource; print(*resource.getrlimit(resource.RLIMIT_CPU))")
+    soft, hard = map(int, end.stdout.split())
+    assert soft >= QUICK.deadline_s * (os.cpu_count() or 1)
+    assert hard > soft  # it gets SIGXCPU, which does not come from outside
+
+
 async def test_a_program_has_no_network():
     await isolated("network")
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import errno
+import resource
+import socket
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
 import pytest
 
-from asyncrl.interfaces import SamplingParams
+from asyncrl.errors import EngineError, EnvironmentFailure
+from asyncrl.interfaces import GenerationChunk, GenerationRequest, SamplingParams
 from asyncrl.rollout.episode import EpisodePolicy
 from asyncrl.serve import chat
 from asyncrl.serve.agents import AgentSession
@@ -64,24 +69,69 @@ async def test_the_run_decides_how_an_agent_is_answered(policy: Callable[..., Ep
 
 
 async def test_a_request_that_the_engine_refuses_is_the_agents_mistake(policy: Callable[..., EpisodePolicy]) -> None:
-    episode = policy()
+    episode = policy(max_turns=2)
     engine: Any = episode.engine
     await engine.start()
     ended: list[int] = []
     async with AgentSession(episode, on_end=lambda: ended.append(1)) as session:
         refused, _ = await post(session, {"model": "m", "prompt": ""}, "/v1/completions")
         answered, _ = await post(session, ASK)
-    assert (refused, answered, session.failure, ended) == (400, 200, None, [])
+        assert (refused, answered, session.failure, ended) == (400, 200, None, [])
+        assert (await post(session, ASK))[0] == 403  # what was refused had been sent
 
 
-async def test_a_session_lasts_as_long_as_its_agent(policy: Callable[..., EpisodePolicy]) -> None:
+class BreakingEngine:
+    """Raises an error after the first token, or ends there without one."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        yield GenerationChunk(token_ids=(7,), log_probs=(-0.5,), weight_versions=(3,))
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (RuntimeError("no memory"), "RuntimeError: no memory"),
+        (EngineError("it is dead"), "it is dead"),
+        (None, "request 'row-0' ended without a finish reason"),
+    ],
+)
+async def test_whatever_ends_an_engine_is_the_failure_of_the_episode(
+    policy: Callable[..., EpisodePolicy], error: Exception | None, known: str, stream: bool
+) -> None:
+    ended: list[int] = []
+    episode = policy(engine=BreakingEngine(error))
+    async with AgentSession(episode, on_end=lambda: ended.append(1)) as session, aiohttp.ClientSession() as http:
+        async with http.post(f"{session.url}/v1/chat/completions", json=ASK | {"stream": stream}) as answer:
+            await answer.read()
+        assert (type(session.failure), str(session.failure)) == (EngineError, known)
+    assert (session.turns, ended) == (0, [1])
+
+
+async def test_a_session_lasts_as_long_as_its_agent_and_leaves_no_timer(
+    policy: Callable[..., EpisodePolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
     episode = policy()
     engine: Any = episode.engine
     await engine.start()
+    loop, set_s = asyncio.get_running_loop(), list[float]()
+    call_at = loop.call_at
+
+    def noted(when: float, *given: Any, **more: Any) -> Any:
+        set_s.append(when - loop.time())
+        return call_at(when, *given, **more)
+
+    monkeypatch.setattr(loop, "call_at", noted)
     async with AgentSession(episode) as session:
         await post(session, ASK)
         session._state.sessions._clock = lambda: 1e9
         assert (await post(session, ASK))[0] == 200
+    assert max(set_s, default=0.0) < 600.0
 
 
 @pytest.mark.parametrize("enforced", [False, True])
@@ -176,3 +226,103 @@ async def test_a_session_has_its_own_routes_and_no_others(policy: Callable[..., 
     assert ended == [1]
     trajectory = session.trajectory({}, reward=0.0, info={})
     assert (len(trajectory.turns), trajectory.finish_reason) == (1, "max_turns")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", ASK | {"n": 4}),
+        ("/v1/chat/completions", ASK | {"n": 4, "stream": True}),
+        ("/v1/completions", {"model": "m", "prompt": ["a", "b"], "n": 2}),
+        ("/v1/completions", {"model": "m", "prompt": ["a", "b"], "n": 2, "stream": True}),
+    ],
+)
+async def test_a_request_takes_the_turns_of_all_its_choices_or_none(
+    policy: Callable[..., EpisodePolicy], path: str, body: dict[str, Any]
+) -> None:
+    episode = policy(max_turns=6)
+    engine: Any = episode.engine
+    await engine.start()
+    async with AgentSession(episode) as session:
+        assert (await post(session, ASK | {"n": 3}))[0] == 200
+        status, refused = await post(session, body, path)
+        said = "3 of the episode's 6 turns are taken (env.max_turns), and it has asked for more than were left"
+        assert (status, refused["error"]["message"]) == (403, said)
+        assert (await post(session, ASK))[0] == 403  # it ends
+    assert [request.request_id for request in engine.requests] == ["row-0", "row-1", "row-2"]
+    assert (session.turns, session.refused) == (3, 2)
+
+
+async def test_a_request_without_places_for_all_its_choices_takes_no_turn(policy: Callable[..., EpisodePolicy]) -> None:
+    episode = policy(max_turns=65)
+    engine: Any = episode.engine
+    await engine.start()
+    async with AgentSession(episode) as session:
+        assert (await post(session, {"model": "m", "prompt": ["a"] * 65}, "/v1/completions"))[0] == 400
+        await engine.pause()
+        running = asyncio.create_task(post(session, ASK))
+        while not engine.requests:
+            await asyncio.sleep(0)
+        assert (await post(session, ASK | {"n": 64}))[0] == 429
+        assert len(engine.requests) == 1
+        await engine.resume()
+        assert (await running)[0] == 200
+        assert [(await post(session, ASK | {"n": n}))[0] for n in (64, 1)] == [200, 403]
+
+
+async def test_an_agent_without_turns_left_keeps_those_that_are_being_sampled(
+    policy: Callable[..., EpisodePolicy],
+) -> None:
+    episode = policy(max_turns=3)
+    engine: Any = episode.engine
+    await engine.start()
+    await engine.pause()
+    ended: list[int] = []
+    async with AgentSession(episode, on_end=lambda: ended.append(1)) as session:
+        running = [asyncio.create_task(post(session, ASK | {"n": n})) for n in (2, 1)]
+        while len(engine.requests) < 3:
+            await asyncio.sleep(0)
+        assert (await post(session, ASK))[0] == 403
+        assert ended == []
+        await engine.resume()
+        assert [status for status, _ in await asyncio.gather(*running)] == [200, 200]
+        assert (session.turns, ended) == (3, [1])
+
+
+async def test_a_session_that_cannot_be_served_costs_its_episode_alone(
+    policy: Callable[..., EpisodePolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        async with AgentSession(policy()):
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            assert soft > 65_536 or soft == hard
+        monkeypatch.setattr(socket, "getaddrinfo", full)
+        with pytest.raises(EnvironmentFailure, match=r"session of an agent cannot be served: .*Too many open files"):
+            async with AgentSession(policy()):
+                pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_an_episode_ends_for_its_length_if_its_last_turn_fills_the_context(
+    policy: Callable[..., EpisodePolicy],
+) -> None:
+    ends: list[str] = []
+    most = 512
+    for asked in (2, 64):
+        episode = policy(max_seq_len=most)
+        engine: Any = episode.engine
+        await engine.start()
+        async with AgentSession(episode) as session:
+            await post(session, ASK | {"max_tokens": asked})
+        (request,) = engine.requests
+        most = len(request.prompt_token_ids) + 2  # of the next one
+        trajectory = session.trajectory({}, reward=0.0, info={})
+        assert trajectory.turns[0].finish_reason == "length"
+        ends.append(trajectory.finish_reason)
+    assert ends == ["done", "max_seq_len"]

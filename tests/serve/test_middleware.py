@@ -317,6 +317,16 @@ async def test_a_full_server_answers_with_retry_after(serve):
         assert not served.engines[0].statistics().running
 
 
+async def test_the_choices_of_a_request_have_their_places_before_any_is_sent(serve):
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "say it"}]}
+    async with serve(limits=Limits(concurrent_requests_per_key=3)) as served:
+        refused = await served.post("/v1/chat/completions", {**chat, "n": 4}, status=429)
+        assert "4 generations of this key would run; at most 3 may" in refused["error"]["message"]
+        assert served.engines[0].requests == []
+        await served.post("/v1/chat/completions", {**chat, "n": 3})
+        assert served.state.concurrency.running == 0
+
+
 async def test_a_request_has_its_place_before_its_body_is_read(serve):
     async with serve(limits=Limits(concurrent_requests_per_key=1)) as served:
         _, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,3 +74,50 @@ def test_a_start_that_fails_is_an_error_of_the_cluster(tmp_path: Path, monkeypat
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ResourceError, match="no Ray cluster could be started here: The current node timed out"):
         RayCluster(log_folder=tmp_path).__enter__()
+
+
+HEADLESS = """
+import asyncio, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+import ray
+from asyncrl.runtime import failure_of_program, run_with_signals
+from asyncrl.single_controller.liveness import Liveness
+from asyncrl.single_controller.ray import cluster
+
+class Gone:
+    def internal_kv_get(self, *_, **__):
+        raise ray.exceptions.RayError("no answer")
+
+def blocks(*_):
+    time.sleep(3600)
+
+where, folder = sys.argv[1:]
+ray.is_initialized = lambda: False
+ray.init = lambda **_: SimpleNamespace(address_info={})
+ray.shutdown = blocks if where == "shutdown" else lambda: None
+ray.get_runtime_context = lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
+cluster._ray_worker = lambda: SimpleNamespace(global_worker=SimpleNamespace(gcs_client=Gone()), _global_node=None)
+cluster.PATIENCE = Liveness(every_s=0.05, named_after_s=0.1, ended_after_s=0.2)
+cluster.CLOSED_WITHIN_S = 0.5
+
+async def main():
+    with cluster.RayCluster(log_folder=Path(folder), on_lost=failure_of_program()):
+        if where == "loop":
+            blocks()
+        await cluster.in_ray_thread(blocks)
+
+run_with_signals(main())
+"""
+
+
+@pytest.mark.parametrize("where", ["question", "loop", "shutdown"])
+def test_a_program_ends_without_its_head_wherever_ray_blocks_it(where: str, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", HEADLESS, where, str(tmp_path)], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert ended.returncode == 1, ended
+    assert "Ray's head (GCS at 10.0.0.1:6379) has not answered for" in ended.stderr.splitlines()[-1]
+    assert ("Traceback" in ended.stderr) == (where == "question")  # an error of the program, which ended by itself
+    assert time.monotonic() - begun < 40

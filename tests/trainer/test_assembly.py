@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,3 +145,39 @@ def test_a_buffers_own_option_may_have_the_name_of_one_that_the_run_offers(tmp_p
     buffer = Assembly(load_config(tmp_path / "run.toml"), log_folder=tmp_path).make_buffer()
     assert isinstance(buffer, WithCreditOfItsOwn)
     assert buffer.own == 0.5
+
+
+@dataclass
+class MadeGroup:
+    """A worker group that was made; ``thread`` made it."""
+
+    thread: int = field(default_factory=threading.get_ident)
+    world_size: int = 1
+
+    async def ready(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+
+def assembly_with_pool(tmp_path: Path, settings: list[str]) -> Assembly:
+    (tmp_path / "run.toml").write_text(FILE)
+    assembly = Assembly(load_config(tmp_path / "run.toml", settings), log_folder=tmp_path)
+    requests: Any = {"rollout-0": SimpleNamespace(name="rollout-0")}
+    groups: Any = {"rollout-0": MadeGroup()}
+    assembly._make_pool(groups, requests, AsyncExitStack())
+    return assembly
+
+
+def test_a_replica_has_the_configured_time_for_a_version(tmp_path: Path) -> None:
+    assembly = assembly_with_pool(tmp_path, ["--weights.deadline_s", "900"])
+    assert assembly.pool._set._deadline_s == 900.0
+
+
+@pytest.mark.parametrize("backend", ["ray", "local"])
+async def test_a_replica_is_made_again_where_the_head_of_ray_may_hang(tmp_path: Path, backend: str) -> None:
+    assembly = assembly_with_pool(tmp_path, ["--cluster.backend", backend])
+    assembly._make_group = lambda _: MadeGroup()  # type: ignore[assignment, return-value]
+    revive: Any = assembly.pool._revive
+    group = await revive("rollout-0")
+    assert (group.thread == threading.get_ident()) is (backend == "local")
+    assert assembly._groups == {"rollout-0": group}

@@ -117,6 +117,7 @@ async def test_an_engine_without_snapshots_writes_before_training_goes_on(tmp_pa
     worker = TrainerWorker(TrainerSpec(engine=ForegroundEngine))
     worker.build("model", {})
     (tmp_path / "trainer").mkdir()
+    worker.prepare_snapshots()
     worker.snapshot(tmp_path / "trainer", tmp_path / "model")
     assert (tmp_path / "trainer" / "weights").read_text() == "saved"
     assert (tmp_path / "model" / "config.json").is_file()

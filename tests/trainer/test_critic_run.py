@@ -137,6 +137,8 @@ async def test_the_ranks_of_a_critic_fetch_the_model_of_a_url_themselves(
         async def build(self, path: str, *_: object) -> None:
             built.append(path)
 
+        async def prepare_snapshots(self) -> None: ...
+
     config = small_config(algorithm=GAE, critic={"path": "memory://bucket/critic"})
     run = SimpleNamespace(_config=config, _run=SimpleNamespace(path=tmp_path), _checkpoint=None)
     await TrainingRun._load_critic(run, Critic(), "policy")
@@ -153,6 +155,8 @@ async def test_a_critic_that_a_resumed_run_begins_to_need_starts_anew(small_conf
         async def load(self, path: Path) -> None:
             done.append(path.name)
 
+        async def prepare_snapshots(self) -> None: ...
+
     run = SimpleNamespace(
         _config=small_config(algorithm=GAE), _checkpoint=tmp_path, _progress=SimpleNamespace(note=done.append)
     )
@@ -161,3 +165,31 @@ async def test_a_critic_that_a_resumed_run_begins_to_need_starts_anew(small_conf
     (tmp_path / "critic").mkdir()
     await TrainingRun._load_critic(run, Critic(), "policy")
     assert done[2:] == ["policy", "critic"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "prepared"), [(3, None, True), (3, 2, True), (3, 0, False), (0, None, False)]
+)
+async def test_memory_of_snapshots_is_prepared_where_they_are_taken_between_steps(
+    small_config: MakeConfig, steps: int, every: int | None, prepared: bool
+) -> None:
+    done: list[str] = []
+
+    class Engines:
+        async def build(self, *_: object) -> None:
+            done.append("build")
+
+        async def prepare_snapshots(self) -> None:
+            done.append("prepare")
+
+    run = SimpleNamespace(
+        _config=small_config(algorithm=GAE, steps=steps, checkpoint={"every": every}),
+        _checkpoint=None,
+        _assembly=SimpleNamespace(trainer=Engines()),
+        _progress=SimpleNamespace(note=lambda _: None),
+    )
+    expected = ["build", "prepare"] if prepared else ["build"]
+    await TrainingRun._load_trainer(run, "policy", weight_version=0)
+    assert done == expected
+    await TrainingRun._load_critic(run, Engines(), "policy")
+    assert done == expected * 2

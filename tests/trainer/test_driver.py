@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import EnvironmentFailure, RolloutsLostError, VersionLostError
+from asyncrl.errors import EnvironmentFailure, RolloutsLostError, VersionLostError, WeightError
 from asyncrl.interfaces import DroppedGroup, GroupSummary
 from asyncrl.ledger import Committed, Dropped, Recovered
 from asyncrl.rollout.publication import Ended
@@ -40,7 +40,6 @@ GROUPS = 2
 class Parts:
     """Stages, learner, trainer, pool and observer in one; sampling and updates take ten seconds each."""
 
-    needed_versions: frozenset[int] = frozenset()
     environments = EchoFactory()
     reward = None
 
@@ -95,6 +94,10 @@ class Parts:
         )
 
     # trainer and pool
+
+    @property
+    def needed_versions(self) -> frozenset[int]:
+        return frozenset({self.weight_version})
 
     async def publish(self, version: Any) -> Any:
         if isinstance(version, int):
@@ -371,6 +374,48 @@ def test_a_version_is_published_while_the_next_step_trains() -> None:
     assert trained == [10.0, 20.0, 35.0]  # step 2 does not wait for version 1; the groups of step 3 do
 
 
+def test_older_versions_are_released_beside_the_run_and_before_the_next_publication() -> None:
+    """A release takes longer than a step: no group waits for it, and never are more than two versions held."""
+    made, parts = driver(max_staleness=0, steps=4)
+    held: list[int] = []
+    publish = parts.publish
+
+    async def noted(version: Any) -> Any:
+        if isinstance(version, int):
+            parts._note(f"publish {version}")
+            held.append(version)
+            assert len(held) <= 2
+        return await publish(version)
+
+    async def release(version: int) -> None:
+        await asyncio.sleep(25.0)
+        held.remove(version)
+
+    parts.publish, parts.release = noted, release  # type: ignore[method-assign]
+    finish(made.run())
+    when = {event: at for at, event in parts.events}
+    assert (when["publish 2"], when["sample 4"]) == (40.0, 40.0)
+    assert (when["train 3"], when["publish 3"]) == (50.0, 65.0)  # version 1 is held until then
+    assert held == [4]
+    assert made.timeline.busy_s("release") > 0
+    assert "release" in made.timeline.wait_s()["train"]
+
+
+def test_a_version_that_cannot_be_released_is_named_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    made, parts = driver(max_staleness=0, steps=3)
+    asked: list[int] = []
+
+    async def release(version: int) -> None:
+        asked.append(version)
+        if len(asked) == 1:
+            raise WeightError("the store is away")
+
+    parts.release = release  # type: ignore[method-assign]
+    finish(made.run())
+    assert "version 1 is not released: the store is away" in caplog.text
+    assert asked == [1, 1, 2]
+
+
 def test_a_version_that_fenced_a_replica_is_followed_by_a_whole_one() -> None:
     made, parts = driver(max_staleness=0, steps=4)
     whole: list[int] = []
@@ -390,16 +435,24 @@ def test_a_version_that_fenced_a_replica_is_followed_by_a_whole_one() -> None:
 
 @pytest.mark.parametrize("announces", [True, False])
 def test_a_version_is_announced_once_it_serves(announces: bool) -> None:
+    """No replica could take version 2: they are coming back."""
     made, parts = driver(max_staleness=0, steps=3, announces=announces)
     announced: list[int] = []
+
+    async def publish(manifest: Any) -> Any:
+        if isinstance(manifest, int):
+            return [WeightManifest(version=manifest, transport="none", location="", tensors=())]
+        parts.weight_version = manifest.version
+        committed = () if manifest.version == 2 else ("a",)
+        return Ended(version=manifest.version, committed=committed, fenced={})
 
     async def announce(manifest: WeightManifest) -> None:
         assert parts.weight_version == manifest.version
         announced.append(manifest.version)
 
-    parts.announce = announce
+    parts.publish, parts.announce = publish, announce  # type: ignore[method-assign]
     finish(made.run())
-    assert announced == ([1, 2, 3] if announces else [])
+    assert announced == ([1, 3] if announces else [])
 
 
 def test_checkpoints_and_evaluations_stand_between_steps() -> None:

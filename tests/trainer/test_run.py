@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -479,6 +480,28 @@ def test_weights_under_another_versions_name_are_refused():
     worker = TrainerWorker(TrainerSpec(engine="fsdp"))
     with pytest.raises(WeightVersionError, match="weights of version 0 were to be published as version 1"):
         worker.publish(1)
+
+
+def test_a_release_that_hangs_is_left_behind_when_it_is_given_up():
+    """As one of a transport of the user's own may; the worker's loop ends all the same."""
+    worker, hangs, ended = TrainerWorker(TrainerSpec(engine="fsdp")), threading.Event(), threading.Event()
+    transport: Any = SimpleNamespace(release=lambda version: hangs.wait())
+    worker._transport = transport
+
+    async def given_up() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await worker.release(0)
+
+    def run() -> None:
+        asyncio.run(given_up())
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        assert ended.wait(10.0)
+    finally:
+        hangs.set()
 
 
 def test_the_seed_of_a_run_is_the_seed_of_its_tasks(small_config: MakeConfig):

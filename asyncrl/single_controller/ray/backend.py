@@ -32,7 +32,7 @@ from asyncrl.single_controller.decorator import registrations
 from asyncrl.single_controller.invocation import Invocation, PendingReply
 from asyncrl.single_controller.liveness import Liveness, Silence
 from asyncrl.single_controller.ray import detached as detached_groups
-from asyncrl.single_controller.ray.cluster import is_head_lost
+from asyncrl.single_controller.ray.cluster import in_ray_thread, is_head_lost
 from asyncrl.single_controller.ray.detached import NAMESPACE, DetachedPool, DetachedState, Handle
 from asyncrl.single_controller.ray.host import ActorLocation, actor_class, contexts_of, name_without_arguments
 from asyncrl.single_controller.ray.messages import (
@@ -421,7 +421,7 @@ class RayWorkerGroup(WorkerGroup):
         failures = await self._construct_watched(ranks, handles)
         if self.detached:
             await self._save_state(handles)
-            await asyncio.to_thread(detached_groups.check_first, self.name, self._names[0])
+            await in_ray_thread(partial(detached_groups.check_first, self.name, self._names[0]))
         for rank, handle in enumerate(handles):
             self._watch_actor(rank, handle)
         return failures
@@ -465,7 +465,7 @@ class RayWorkerGroup(WorkerGroup):
         state = DetachedState(
             init=cast("RayClassWithInitArgs", self.cls_with_init),
             contexts=self._contexts,
-            placements=await asyncio.to_thread(self.resource_pool.placements),
+            placements=await in_ray_thread(self.resource_pool.placements),
             nodes=self._nodes,
             demand=self._demand,
         )
@@ -506,7 +506,7 @@ class RayWorkerGroup(WorkerGroup):
             raise GroupClosedError(f"the workers of {self.name} are not replaced: {self._closed_reason}")
         for rank in ranks:
             ray.kill(self._actors.handles[rank])  # with scope "group", some still run
-        placements = await asyncio.to_thread(self.resource_pool.placements)
+        placements = await in_ray_thread(self.resource_pool.placements)
         handles = [self._actor(rank, placements[rank]) for rank in ranks]
         try:
             locations = await self._locations(ranks, handles)
@@ -580,11 +580,11 @@ class RayWorkerGroup(WorkerGroup):
             return groups
 
         # Neither returns where Ray's head has died.
-        groups = await in_abandonable_thread(acquire, hopeless=is_head_lost)
+        groups = await in_ray_thread(acquire)
         waits = [in_abandonable_thread(partial(group.wait, pool.placement_timeout_s)) for group in groups]
         if not all(await asyncio.gather(*waits)):
-            raise await asyncio.to_thread(pool.placement_timeout_error)
-        for rank, placement in enumerate(await asyncio.to_thread(pool.placements)):
+            raise await in_ray_thread(pool.placement_timeout_error)
+        for rank, placement in enumerate(await in_ray_thread(pool.placements)):
             self._actors.handles.append(self._actor(rank, placement))
         return list(self._actors.handles)
 
@@ -593,7 +593,7 @@ class RayWorkerGroup(WorkerGroup):
 
         A program that ends the group at this moment has removed its placement groups by now, or finds the actors.
         """
-        if await asyncio.to_thread(lambda: any_removed(each.group for each in self.resource_pool.placements())):
+        if await in_ray_thread(lambda: any_removed(each.group for each in self.resource_pool.placements())):
             raise GroupClosedError(
                 f"the workers of {self.name} are not created: the group was ended by another program, or its placement "
                 "group was removed"

@@ -18,9 +18,10 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from asyncrl.errors import InfrastructureError, ResourceError
+from asyncrl.runtime import in_abandonable_thread
 from asyncrl.single_controller.liveness import Liveness, Silence
 
 # Ray leaves the types of handles, references and placement groups partly unknown.
@@ -29,6 +30,7 @@ from asyncrl.single_controller.liveness import Liveness, Silence
 
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 PATIENCE = Liveness(every_s=2.0, named_after_s=6.0, ended_after_s=12.0)
 """When a head that does not answer is named, and given up."""
@@ -41,6 +43,14 @@ _head_is_lost = threading.Event()
 def is_head_lost() -> bool:
     """Return whether the head of this process's cluster was given up: what needs it would wait for ever."""
     return _head_is_lost.is_set()
+
+
+async def in_ray_thread(function: Callable[[], _T]) -> _T:
+    """Run a function that asks Ray's head, in a thread that is left behind once the head is given up.
+
+    A thread of asyncio's own would be waited for at the end of the program, for as long as Ray waits for its head.
+    """
+    return await in_abandonable_thread(function, hopeless=is_head_lost)
 
 
 def node_address() -> str:
@@ -124,10 +134,12 @@ class RayCluster:
             import ray
 
             self._connected = False
-            self._closed.set()
-            if self._address is None and is_head_lost():
+            if not is_head_lost():
+                self._closed.set()  # nothing asks it from now on
+            elif self._address is None:
                 _kill_daemons()
-            ray.shutdown()
+            ray.shutdown()  # may hang without a head: the process is still watched then
+            self._closed.set()
 
     def _watch_head(self, gcs: Any) -> None:
         """Ask the head for life until this is closed or the head is given up."""
@@ -184,8 +196,9 @@ def _ray_worker() -> Any:
 def _kill_daemons() -> None:
     """Kill Ray's processes of this machine at once, since Ray's own ways to end them wait for the head."""
     psutil: Any = import_module("psutil")  # Ray brings it
-    node: Any = _ray_worker()._global_node
-    for daemon in (each.process.pid for infos in node.all_processes.values() for each in infos):
+    node: Any = _ray_worker()._global_node  # None once Ray has begun to shut down
+    started = node.all_processes.values() if node is not None else ()
+    for daemon in (each.process.pid for infos in started for each in infos):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(daemon)
             for each in (*process.children(recursive=True), process):

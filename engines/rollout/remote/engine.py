@@ -91,6 +91,7 @@ class RemoteEngine:
     """
 
     pulls_weights: ClassVar[bool] = True
+    proves_commits: ClassVar[bool] = True
     sleep_options: ClassVar[Mapping[str, Any]] = {}
     """The hosted engine's are ``options`` of its own."""
 

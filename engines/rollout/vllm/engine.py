@@ -23,7 +23,15 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from asyncrl.errors import ContinuationError, EngineClosedError, EngineError, InvalidDataError, WeightError
+from asyncrl.errors import (
+    ContinuationError,
+    EngineClosedError,
+    EngineError,
+    InfrastructureError,
+    InvalidDataError,
+    LiveWeightsError,
+    WeightError,
+)
 from asyncrl.interfaces import (
     EngineHealth,
     GenerationChunk,
@@ -41,7 +49,7 @@ from engines.rollout.remote.engine import publish_into
 from engines.rollout.request import Row
 from engines.rollout.vllm.launch import GONE, StartedLLM, VLLMSettings, start
 from engines.rollout.vllm.request import VLLMRequest
-from engines.rollout.vllm.weights import WeightUpdates
+from engines.rollout.vllm.weights import NOT_PROVEN, WeightUpdates
 
 # vLLM lives in an environment of its own, where the type checkers do not look.
 # pyright: reportMissingImports=false
@@ -259,7 +267,7 @@ class VLLMEngine:
             raise EngineError(self._broken)
         return self._started
 
-    def _fail_held(self, error: EngineError) -> None:
+    def _fail_held(self, error: InfrastructureError) -> None:
         for held in self._held.values():
             if not held.admission.done():
                 held.admission.set_exception(error)
@@ -500,8 +508,9 @@ class VLLMEngine:
                     self.commit_pause_s = clock() - begin
             except Exception as error:
                 self._broken = f"weight version {version} was loaded in part: {type(error).__name__}: {error}"
-                self._fail_held(EngineError(self._broken))
-                raise WeightError(self._broken) from error
+                failure = (LiveWeightsError if NOT_PROVEN in str(error) else EngineError)(self._broken)
+                self._fail_held(failure)
+                raise failure from error
             finally:
                 self._queue.held = False
                 self._admit()

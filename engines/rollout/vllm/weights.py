@@ -27,6 +27,10 @@ from engines.rollout.vllm.launch import GONE, StartedLLM
 # pyright: reportMissingImports=false
 
 
+NOT_PROVEN = "vLLM does not compute with what was published: "
+"""Begins what a rank says of such a load. vLLM passes on the text of a rank's error, and not its class."""
+
+
 class Confirmation(msgspec.Struct, frozen=True, array_like=True):
     """The end of one rank's fetch. ``kind`` is the error's class in :mod:`asyncrl.errors`, or empty."""
 

@@ -34,7 +34,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from asyncrl.errors import AsyncRLError, LiveWeightsError, WeightVersionError
 from asyncrl.weights import TransportSpec, WeightManifest, WeightTransport
 from engines.rollout.model_tensors import adapted_module, adapter_name
-from engines.rollout.vllm.weights import Confirmation, confirm
+from engines.rollout.vllm.weights import NOT_PROVEN, Confirmation, confirm
 
 # vLLM lives in an environment of its own, where the type checkers do not look.
 # pyright: reportMissingImports=false
@@ -214,8 +214,7 @@ class ManifestTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             inner.activate_adapter(number)
             if (wrong := _not_applied(inner, number, manifest, tensors)) is not None:
                 raise LiveWeightsError(
-                    f"vLLM has loaded adapter {adapter.name!r} of version {manifest.version}, but beside {wrong} it "
-                    "does not compute with what was published"
+                    f"{NOT_PROVEN}adapter {adapter.name!r} of version {manifest.version}, beside {wrong}"
                 )
         self.drop_fetch()
 
@@ -249,10 +248,7 @@ class ManifestTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if fetch is not None and fetch.tensors is not None:
             for name, equal in self._compared(self._chosen(fetch.version), fetch.tensors):
                 if not equal:
-                    raise LiveWeightsError(
-                        f"vLLM has loaded weight version {fetch.version}, but its parameter {name} is not what the "
-                        "published tensors give"
-                    )
+                    raise LiveWeightsError(f"{NOT_PROVEN}parameter {name} of weight version {fetch.version}")
         self.drop_fetch()
 
     def shutdown(self) -> None:

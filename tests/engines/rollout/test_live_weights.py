@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from asyncrl.errors import LiveWeightsError
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, LiveWeightsEngine, SamplingParams
 from asyncrl.rollout.live_weights import commit_into, sampled_entries
 from asyncrl.rollout.replica import fetch_into
-from asyncrl.weights import Canary, TensorEntry, WeightManifest, rounding_error
+from asyncrl.weights import Canary, TensorEntry, TransportSpec, WeightManifest, rounding_error
+from engines.rollout.remote.engine import RemoteEngine
 from engines.rollout.remote.process import EngineHost
 from engines.rollout.remote.protocol import Commit, Launch, Prepare
 from engines.rollout.transformers.engine import TransformersEngine
@@ -97,8 +99,6 @@ async def test_tensors_that_the_engine_casts_are_left_out(
 async def test_an_engine_in_a_process_of_its_own_checks_itself(
     folder_of: FolderOf, publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncrl.weights import TransportSpec
-
     launch = Launch(
         engine="transformers",
         model_path=str(folder_of()),
@@ -116,6 +116,47 @@ async def test_an_engine_in_a_process_of_its_own_checks_itself(
                     await host._carry_out(Commit(0, version, "keep"))
             else:
                 await host._carry_out(Commit(0, version, "keep"))
+    finally:
+        monkeypatch.undo()
+        await host.close()
+
+
+async def test_a_commit_that_was_cut_off_is_proven_in_the_engines_process_when_it_is_repeated(
+    folder_of: FolderOf, publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one takes the number alone, and ends while the tensors are read back."""
+    launch = Launch(
+        engine="transformers",
+        model_path=str(folder_of()),
+        options={"device": "cpu", "threads": 1},
+        transport=TransportSpec(name="shared_memory", namespace="live", options={"directory": str(tmp_path)}),
+    )
+    host, client, reading = EngineHost(launch), RemoteEngine(""), asyncio.Event()
+    engine: Any = host._engine
+
+    async def call(make: Any, *arguments: Any) -> None:
+        await host._carry_out(make(0, *arguments))
+        client._update(engine.statistics())
+
+    async def held(_: Sequence[str]) -> Any:
+        reading.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(client, "_call", call)
+    monkeypatch.setattr(ShadowWeights, "swap", keep_old)
+    await host.start()
+    try:
+        await fetch_into(client, manifest := publish(1), transport=None)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "live_checksums", held)
+            commit = asyncio.ensure_future(commit_into(client, 1, kv_cache="keep", manifest=manifest))
+            await reading.wait()
+            commit.cancel()
+            await asyncio.wait([commit])
+        await fetch_into(client, manifest, transport=None)
+        assert client.weight_version == 1
+        with pytest.raises(LiveWeightsError, match="weight version 1, but its tensor"):
+            await commit_into(client, 1, kv_cache="keep", manifest=manifest)
     finally:
         monkeypatch.undo()
         await host.close()

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, LiveWeightsError
 from engines.rollout.vllm.engine import VLLMEngine
+from engines.rollout.vllm.weights import NOT_PROVEN
 
 
 class FakeLLM:
@@ -116,6 +117,28 @@ async def test_an_order_ends_when_vllm_ends_before_it_answers(cancelled: bool) -
         pausing.cancel()
     with pytest.raises(asyncio.CancelledError if cancelled else EngineError):
         await asyncio.wait_for(pausing, 5)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        (f"Call to finish_weight_update method failed: {NOT_PROVEN}parameter w of weight version 1", LiveWeightsError),
+        ("Worker failed with error 'CUDA out of memory'", EngineError),
+    ],
+)
+async def test_an_engine_that_has_loaded_half_of_a_version_or_cannot_prove_it_is_lost(
+    monkeypatch: pytest.MonkeyPatch, said: str, kind: type[Exception]
+) -> None:
+    engine, _, updates = made()
+
+    async def load(version: int) -> None:
+        raise Exception(said)
+
+    monkeypatch.setattr(updates, "load", load)
+    with pytest.raises(kind, match="weight version 1 was loaded in part"):
+        await engine.commit_weights(1)
+    with pytest.raises(EngineError, match="weight version 1 was loaded in part"):
+        await engine.pause()
 
 
 async def test_a_start_that_fails_before_the_first_request_says_why_and_shuts_vllm_down(

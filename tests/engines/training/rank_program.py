@@ -273,11 +273,15 @@ def scored(rank: Rank) -> None:
 def resumed(rank: Rank) -> None:
     """Load what one rank alone saved, save again; then go on twice from there, bit for bit the same."""
     engine = rank.engine(num_mini_batches=2)
+    engine.prepare_snapshots()
+    prepared = dict(engine._memory.tensors)
     engine.log_probs(rank.rows(0, split=4))  # what is gathered for this must not outlive the load
     engine.load(rank.folder / "from_one_rank")
     engine.save(rank.folder / "resharded")
     engine.export(rank.folder / "exported_first")
     early, snapshot = engine.snapshot(), engine.snapshot()
+    used = [prepared.get(name) is shard for name, shard in snapshot.shards.items()]
+    rank.report("prepared", len(used) == len(prepared) and all(used))
     first = [engine.update(rank.rows(seed, split=4)) for seed in (5, 6)]
     (rank.folder / "snapshot").mkdir(exist_ok=True)
     snapshot.write(rank.folder / "snapshot")

@@ -4,9 +4,10 @@ import asyncio
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -26,6 +27,7 @@ from asyncrl.interfaces import MeteredTrainingEngine, TrainerUsage, TrainingEngi
 from asyncrl.io import DurableFiles
 from asyncrl.trainer.checkpoint import Checkpoints, DriverState, read_driver_state, step_of
 from asyncrl.trainer.workers import EngineGroup
+from engines.training import checkpoint
 from engines.training.checkpoint import SavedTensors
 from engines.training.fsdp_engine import FSDPEngine, peak_tflops
 from engines.training.packing import assign_minibatches
@@ -389,6 +391,68 @@ def test_a_checkpoint_that_is_damaged_or_of_another_model_changes_nothing(
     assert _same(before, _weights(trainer))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"lora": {"rank": 2, "alpha": 4.0}},
+        {"optimizer": "adafactor"},
+        {"optimizer": "muon"},
+        pytest.param(
+            {"optimizer": "adamw_8bit"}, marks=pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+        ),
+        {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}},
+        {"optimizer": "sgd"},
+    ],
+)
+def test_snapshots_are_copied_into_the_memory_that_was_prepared(
+    engine: MakeEngine,
+    model_folder: Callable[..., str],
+    trajectories: Trajectories,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+) -> None:
+    """Before the first step they are of weights alone; only matrices of 4096 numbers have moments of 8 bits."""
+
+    def full(sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
+        return [torch.full((size,), 255, dtype=torch.uint8) for size in sizes]
+
+    monkeypatch.setattr(checkpoint, "host_memory", full)
+    policy = engine(path=model_folder("llama", intermediate_size=256), **options)
+    policy.prepare_snapshots()
+    prepared = dict(policy._memory.tensors)
+    assert not any(each.count_nonzero() for each in prepared.values()), "every page has been written to"
+    early = policy.snapshot().shards
+    policy.update(trajectories(LENGTHS))
+    late = policy.snapshot().shards
+    assert late.keys() == prepared.keys()
+    assert all(late[name] is each for name, each in prepared.items())
+    assert early.keys() == {name for name, _ in policy._model.tensors_by_name()}
+    assert all(early[name] is prepared[name] for name in early)
+
+
+def test_memory_is_prepared_once(engine: MakeEngine, trajectories: Trajectories) -> None:
+    policy = engine()
+    assert policy._memory.tensors == {}
+    policy.update(trajectories(LENGTHS))
+    shards = policy.snapshot().shards
+    held = {name: shard.clone() for name, shard in shards.items()}
+    policy.prepare_snapshots()
+    assert _same(dict(shards), held)
+    assert all(policy.snapshot().shards[name] is shard for name, shard in shards.items())
+
+
+def test_too_little_memory_is_an_error_of_the_snapshot(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "host_memory", Mock(side_effect=RuntimeError("can't allocate memory")))
+        policy.prepare_snapshots()
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            policy.snapshot()
+    assert _same(dict(policy.snapshot().shards), _weights(policy))
+
+
 class Died(BaseException):
     """Ends a write where a process would have died."""
 
@@ -471,7 +535,7 @@ def test_an_engine_that_is_half_loaded_can_only_load(
         patch.setattr(SavedTensors, "read", Mock(side_effect=CheckpointError("gone")))
         with pytest.raises(CheckpointError, match="gone"):
             policy.load(a_folder)
-    for call in (lambda: policy.update(batch), policy.snapshot, policy.sleep):
+    for call in (lambda: policy.update(batch), policy.prepare_snapshots, policy.snapshot, policy.sleep):
         with pytest.raises(EngineError, match="the weights are a mixture"):
             call()
     policy.load(a_folder)

@@ -269,6 +269,7 @@ def test_a_snapshot_is_written_as_it_was_while_training_goes_on(outcome: Outcome
     assert all(torch.equal(before[name], after[name]) for name in before)
     for rank in range(2):
         assert outcome.report(outcome.two, "superseded", rank).startswith("CheckpointError")
+        assert outcome.report(outcome.two, "prepared", rank)
 
 
 def test_both_ranks_get_full_tensors_and_rank_0_exports_them(outcome: Outcome) -> None:

@@ -156,6 +156,10 @@ def test_a_trainer_that_sleeps_leaves_the_device_and_comes_back_as_it_was(
 
     engine.sleep()  # before it has moments
     engine.wake()
+    held = torch.cuda.memory_allocated()
+    engine.prepare_snapshots()
+    assert torch.cuda.memory_allocated() == held
+    assert all(each.is_pinned() for each in engine._memory.tensors.values())
     for seed in range(2):
         engine.update(trajectories(LENGTHS, seed=seed))
         snapshot, before = engine.snapshot(), state()

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, WeightError, WeightMismatchError
 from asyncrl.weights import WeightManifest
+from engines.weights import disk
 from engines.weights.disk import DiskTransport
 
 
@@ -133,6 +134,27 @@ def test_what_a_dead_publisher_left_is_removed_and_what_a_living_one_has_is_not(
     assert list(tmp_path.iterdir()) == [elsewhere], "the other machine's publisher may be alive"
 
 
+HANGING = """
+import shutil, sys, threading, torch
+import engines.weights.transport
+from engines.weights.disk import DiskTransport
+engines.weights.transport._REMOVING_S = 0.1
+real = shutil.rmtree
+shutil.rmtree = lambda path, **_: real(path, **_) if path.name.startswith(".") else threading.Event().wait()
+transport = DiskTransport(namespace="run", directory=sys.argv[1])
+for version in range(2):
+    transport.publish([("w", torch.arange(100.0))], version=version)
+transport.release(0)
+print("released", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_share_that_hangs_does_not_hold_the_end_of_an_interpreter(tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", HANGING, str(tmp_path)], capture_output=True, timeout=60, check=True)
+    assert ran.stdout == b"released\n"
+
+
 def test_a_folder_that_is_purged_before_its_owner_has_locked_it_is_made_again(
     transport: DiskTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +210,20 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
 def test_a_dtype_that_safetensors_does_not_support_is_refused(transport: DiskTransport) -> None:
     with pytest.raises(WeightError, match=r"safetensors cannot store these tensors \(torch.complex128"):
         transport.publish([("w", torch.ones(3, dtype=torch.complex128))], version=0)
+
+
+def test_a_reader_maps_no_file(transport: DiskTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another machine removes a mapped file of a network file system, the next page fault kills the reader."""
+    manifest = transport.publish(a_model().items(), version=0)
+    check, mapped = disk.check_tensors, list[str]()
+
+    def noted(*given: Any, **options: Any) -> None:
+        mapped.append(Path("/proc/self/maps").read_text())
+        check(*given, **options)
+
+    monkeypatch.setattr(disk, "check_tensors", noted)
+    assert copies(transport, manifest).keys() == a_model().keys()
+    assert ["model-00001" in each for each in mapped] == [False]
 
 
 def test_shards_outside_of_the_folder_are_not_read(transport: DiskTransport, tmp_path: Path) -> None:

@@ -54,6 +54,47 @@ def test_the_versions_of_a_publisher_that_died_are_gone_and_what_was_read_stays(
     assert ran.stdout.split() == ["{3.0}", "3000.0", "True"]
 
 
+NODES = """
+import ray, torch
+from ray.cluster_utils import Cluster
+from engines.weights.object_store import ObjectStoreTransport
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+for _ in range(2):
+    cluster.add_node(num_cpus=1)
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+
+def node_of(index):
+    return ray.get(index.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()))
+
+def values(manifest):
+    with ObjectStoreTransport(namespace="run").pull(manifest) as tensors:
+        return [sorted(set(tensor.tolist())) for tensor in tensors.values()]
+
+publishers = [ObjectStoreTransport(namespace="run", delta=True) for _ in range(5)]
+for each in publishers:
+    first = each.publish([("w", torch.full((1000,), 3.0))], version=3)
+print({node_of(each._index) for each in publishers} == {ray.get_runtime_context().get_node_id()})
+
+ray.kill(each._index)
+changed = torch.full((1000,), 3.0)
+changed[0] = 4.0
+second = each.publish([("w", changed)], version=4)
+print(len(second.chain), values(first), values(second))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(200)
+def test_the_index_is_beside_its_publisher_and_is_made_again_with_all_versions() -> None:
+    ran = subprocess.run([sys.executable, "-c", NODES], capture_output=True, text=True, timeout=180, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.splitlines() == ["True", "2 [[3.0]] [[3.0, 4.0]]"]
+
+
 @pytest.mark.slow
 def test_without_a_cluster_the_error_names_the_remedy() -> None:
     program = "import pytest, sys; from tests.engines.weights import test_object_store as t; t.alone()"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,9 @@ def test_what_cannot_be_removed_stays_and_is_named(
     with monkeypatch.context() as patch:
         patch.setattr(Store, "remove", refuses)
         transport.release(0)
+        last = threading.Event()
+        transport._removals.add(last.set)
+        assert last.wait(10.0)
     assert "version 0 stays in the store: access is refused" in caplog.text
     assert transport.versions == ()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightError, WeightMismatchError, WeightVersionError
+from asyncrl.storage import Store
 from asyncrl.weights import TransportSpec, WeightManifest, WeightTransport
 
 Make = Callable[..., WeightTransport]
@@ -89,6 +93,14 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     )
 
 
+def removed(transport: Any) -> None:
+    """Wait until released versions are gone: some transports remove them in a thread, one after another."""
+    if hasattr(transport, "_removals"):
+        last = threading.Event()
+        transport._removals.add(last.set)
+        assert last.wait(10.0)
+
+
 def test_what_is_published_is_pulled_elsewhere(publisher: WeightTransport, reader: WeightTransport) -> None:
     for version in (0, 1, 5):
         model = a_model(version)
@@ -138,11 +150,52 @@ def test_a_released_version_is_gone_and_the_others_are_not(publisher: WeightTran
     second = publisher.publish(a_model(1).items(), version=1)
     with reader.pull(first) as held:
         publisher.release(0)
+        removed(publisher)
         publisher.publish(a_model(2).items(), version=2)
         assert same(dict(held), a_model(0)), "its readers are not disturbed"
     with pytest.raises(WeightError, match=r"version 0 (is not available|was released)"):
         copies(reader, first)
     assert same(copies(reader, second), a_model(1))
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_removal_that_hangs_holds_neither_publications_nor_the_end(
+    spec: TransportSpec, monkeypatch: pytest.MonkeyPatch, delta: bool
+) -> None:
+    """What is removed is on a share that does not answer; with differences a publication frees a whole chain, too."""
+    if spec.name not in ("disk", "store"):
+        pytest.skip("it removes nothing that could hang")
+    forever = threading.Event()
+    real = shutil.rmtree
+
+    def hangs(path: Path, **options: Any) -> None:
+        if spec.name == "disk" and not Path(path).name.startswith("."):  # those are being written
+            forever.wait()
+        real(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", hangs)
+    monkeypatch.setattr(Store, "remove", lambda *_: forever.wait())
+    monkeypatch.setattr("engines.weights.transport._REMOVING_S", 0.1)
+
+    def story() -> None:
+        transport: Any = replace(spec, options={**spec.options, "delta": delta}).make()
+        for version in range(4):
+            manifest = transport.publish(a_model().items(), version=version)
+            transport.release(version - 1)
+            if version == 2 and delta:
+                transport.release(2)
+                transport.rebase()
+        assert transport.versions == (3,)
+        assert same(copies(transport, manifest), a_model())
+        transport.close()
+        done.set()
+
+    done = threading.Event()
+    threading.Thread(target=story, daemon=True).start()
+    try:
+        assert done.wait(30.0)
+    finally:
+        forever.set()
 
 
 def test_a_failed_publication_is_not_available_and_can_be_tried_again(

@@ -76,10 +76,6 @@ class Past:
     def smallest(self) -> float:
         return self._sorted[0] if self._sorted else math.inf
 
-    @property
-    def median(self) -> float:
-        return self._sorted[len(self._sorted) // 2] if self._sorted else math.inf
-
 
 class ThinkTimes:
     """How long tools run, by name.
@@ -162,9 +158,6 @@ class _Session:
 class SessionAdmission:
     """The state machine for a cache of ``capacity_tokens``.
 
-    ``shares_prefixes`` says whether the engine may have read a part of a prompt for another session: then the quickest
-    reading says little of the others.
-
     Events: :meth:`begin_turn`, :meth:`end_turn`, :meth:`leave`, :meth:`tick`, :meth:`observe_reading`.
 
     >>> admission = SessionAdmission(capacity_tokens=100)
@@ -178,9 +171,8 @@ class SessionAdmission:
     Decision(granted=('b',), dropped=('a',))
     """
 
-    def __init__(self, *, capacity_tokens: float, shares_prefixes: bool = False) -> None:
+    def __init__(self, *, capacity_tokens: float) -> None:
         self._capacity_tokens = capacity_tokens
-        self._shares_prefixes = shares_prefixes
         self._sessions: dict[str, _Session] = {}  # in the order in which they entered
         self._entered = 0
         self._returned = False
@@ -247,18 +239,14 @@ class SessionAdmission:
         return min((at_s for at_s in due if at_s > now_s), default=math.inf)
 
     def observe_reading(self, tokens: int, seconds: float) -> None:
-        """Note that ``tokens`` of a prompt were read within ``seconds``.
-
-        The quickest counts, as the others waited; of an engine that shares prefixes the median.
-        """
+        """Note that ``tokens`` of a prompt were read within ``seconds``; the quickest counts, as the others waited."""
         self._reading.observe(seconds / max(tokens, 1))
 
     # -------------------------------------------------------------------------------------------------- decisions
 
     def _worth_s(self) -> float:
         """Return the longest run of a tool that is worth keeping a part for, if another session waits."""
-        reading_s = self._reading.median if self._shares_prefixes else self._reading.smallest
-        return reading_s * self._capacity_tokens
+        return self._reading.smallest * self._capacity_tokens
 
     def _peak(self, sessions: Iterable[_Session]) -> float:
         def growth(tokens: int) -> float:
@@ -326,9 +314,7 @@ class SessionCache:
     def __init__(self, engine: RolloutEngine, *, capacity_tokens: int) -> None:
         self._engine = engine
         self._forget = engine.forget_session if isinstance(engine, SessionEngine) else None
-        self._admission = SessionAdmission(
-            capacity_tokens=capacity_tokens or math.inf, shares_prefixes=self._forget is None
-        )
+        self._admission = SessionAdmission(capacity_tokens=capacity_tokens or math.inf)
         self._holds: dict[str, asyncio.Event] = {}
         self._cached: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -345,7 +331,8 @@ class SessionCache:
         self._apply(self._admission.begin_turn(name, tokens, now_s=now_s()))
         try:
             await holds.wait()
-            begun_s, unread = now_s(), tokens - self._cached.get(name, 0)
+            # A prompt of which nothing is cached may begin with what was read for another session: it is not counted.
+            begun_s, unread = now_s(), tokens - self._cached.get(name, tokens)
             stream = self._engine.generate(request)
             try:
                 async for chunk in stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -221,6 +222,18 @@ def test_an_engine_that_keeps_no_sessions_does_not_get_them() -> None:
         assert await tokens_of(sessions.generate(request("a", 0, 20))) == 5
         sessions.leave("a")
         assert [each.session for each in engine.requests] == [""]
+
+    run_virtually(play())
+
+
+def test_how_quickly_prompts_are_read_is_learned_from_sessions_that_come_back() -> None:
+    async def play() -> None:
+        engine = Remembering(token_s=1.0)
+        await engine.start()
+        sessions = SessionCache(engine, capacity_tokens=100)
+        for turn, prompt, reading_s in ((0, 60, math.inf), (1, 60 + 5 + 20, 1.0 / 20)):
+            await tokens_of(sessions.generate(request("a", turn, prompt)))
+            assert sessions._admission._reading.smallest == pytest.approx(reading_s), "the first may be shared"
 
     run_virtually(play())
 

@@ -380,7 +380,7 @@ class TransformersEngine:
             prompt_tokens=counters.prompt_tokens,
             requests_finished=counters.requests_finished,
             requests_aborted=counters.requests_aborted,
-            kv_cache_tokens=schedule.cached_tokens,
+            kv_cache_tokens=schedule.used_tokens,
             kv_cache_capacity_tokens=cache.capacity_tokens,
             decode_steps=counters.decode_steps,
             busy_s=counters.busy_s,

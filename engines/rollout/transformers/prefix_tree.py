@@ -5,8 +5,8 @@ they form a tree for each adapter, in which a block follows the one whose tokens
 in SGLang, Zheng et al. 2024, by whole blocks). So a row finds what it shares with others in one lookup for each block.
 
 Laws: who uses a block of a tree uses the one before it, so the last blocks are let go first; no two blocks of a tree
-hold the same tokens after the same ones; a block is in a tree from the moment at which a row is to read it, and has
-``cached`` tokens once the keys and values of all of them are in the cache.
+hold the same tokens after the same ones; a block is in a tree from the moment at which a row is to read it, and
+``read`` once all of its keys and values are in the cache.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ Siblings: TypeAlias = "dict[tuple[int, ...], Block]"
 class Block:
     """A block that ``rows`` running rows have in their tables, and ``sessions`` sessions keep.
 
-    ``tokens`` are those of a block of a tree, or of a session's last one, which need not be full. ``cached`` is how many
-    there are once all of them are read, and 0 before. ``siblings`` are the blocks of the tree that follow the same one,
-    this one among them; None outside.
+    ``tokens`` are those of a block of a tree, or of a session's last one. ``siblings`` are the blocks of the tree that
+    follow the same one, this one among them; None outside.
     """
 
     id: int
     rows: int = 0
     sessions: int = 0
-    cached: int = 0
+    read: bool = False
     tokens: tuple[int, ...] = ()
     siblings: Siblings | None = None
     following: Siblings = field(default_factory=dict)
@@ -43,17 +42,13 @@ class Block:
 
 
 class PrefixTree:
-    """The blocks in use, by their ids, in the tree or outside.
-
-    ``idle`` of them are used by sessions alone. ``cached_tokens`` is the sum of what they have cached.
-    """
+    """The blocks in use, by their ids, in the tree or outside. ``idle`` of them are used by sessions alone."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._blocks: dict[int, Block] = {}
         self._roots: dict[str, Siblings] = {}
         self.idle = 0
-        self.cached_tokens = 0
 
     def __getitem__(self, block: int) -> Block:
         return self._blocks[block]
@@ -61,10 +56,8 @@ class PrefixTree:
     def __contains__(self, block: int) -> bool:
         return block in self._blocks
 
-    def is_read(self, block: int) -> bool:
-        """Return whether a block is in use and wholly read. May be called in any thread."""
-        used = self._blocks.get(block)
-        return used is not None and used.cached > 0
+    def __len__(self) -> int:
+        return len(self._blocks)
 
     def find(self, adapter: str, tokens: Sequence[int]) -> list[int]:
         """Return the blocks with which ``tokens`` begin, as far as they are in the adapter's tree, read or not."""
@@ -92,7 +85,7 @@ class PrefixTree:
             held = siblings.setdefault(block.tokens, block)
             if held is block:
                 block.siblings = siblings
-            elif not held.cached:
+            elif not held.read:
                 break
             way.append(held)
             siblings = held.following
@@ -101,18 +94,9 @@ class PrefixTree:
     def note_read(self, blocks: Sequence[int]) -> None:
         """Note that the first blocks of a row have all of their keys and values in the cache."""
         for block in reversed(blocks):
-            if self._blocks[block].cached:
+            if self._blocks[block].read:
                 break  # and so have those before
-            self._note_cached(self._blocks[block], self._block_tokens)
-
-    def note_end(self, block: int, tokens: Sequence[int]) -> None:
-        """Note what a session's last block holds, which is not full."""
-        self._blocks[block].tokens = tuple(tokens)
-        self._note_cached(self._blocks[block], len(tokens))
-
-    def _note_cached(self, block: Block, tokens: int) -> None:
-        self.cached_tokens += tokens - block.cached
-        block.cached = tokens
+            self._blocks[block].read = True
 
     def count(self, blocks: Iterable[int], *, rows: int = 0, sessions: int = 0) -> list[int]:
         """Add to the users of blocks; return those that have none left, and are not in use any more."""
@@ -136,8 +120,7 @@ class PrefixTree:
         out = self._blocks[block]
         if out.siblings is not None:
             del out.siblings[out.tokens]
-        out.siblings = None
-        self._note_cached(out, 0)
+        out.siblings, out.read = None, False
 
     def forget(self, adapters: Iterable[str] | None = None) -> None:
         """Begin the trees of all adapters, or of these, anew: no row finds what has been put into them so far."""

@@ -137,14 +137,9 @@ class Schedule:
         return [*self._running, *self._waiting]
 
     @property
-    def cached_tokens(self) -> int:
-        """Return how many tokens the cache holds, those of a shared block once. May be called in any thread."""
-        begun: dict[int, int] = {}
-        for row in list(self._running):
-            full, rest = divmod(row.cached, self._block_tokens)
-            for block in row.blocks[full : full + 1]:
-                begun[block] = max(rest, begun.get(block, 0))
-        return self._tree.cached_tokens + sum(rest for block, rest in begun.items() if not self._tree.is_read(block))
+    def used_tokens(self) -> int:
+        """Return for how many tokens the blocks in use have room. May be called in any thread."""
+        return len(self._tree) * self._block_tokens
 
     @property
     def has_work(self) -> bool:
@@ -158,13 +153,11 @@ class Schedule:
 
     def note_read(self, step: Step) -> None:
         """Note that the keys and values of a step's tokens are in the cache."""
+        for row in step.ready:
+            row.cached += 1  # the block that this fills is in no tree yet
         for chunk in step.prefills:
             chunk.row.cached += chunk.tokens
-        for row in step.ready:
-            row.cached += 1
-        filled = [row for row in step.ready if row.cached % self._block_tokens == 0]
-        for row in [*filled, *(chunk.row for chunk in step.prefills)]:
-            self._tree.note_read(row.blocks[: row.cached // self._block_tokens])
+            self._tree.note_read(chunk.row.blocks[: chunk.row.cached // self._block_tokens])
 
     def leave(self, row: Row) -> None:
         """Remove a row that has ended, wherever it is; keep its cache if it has finished and is of a session.
@@ -261,7 +254,7 @@ class Schedule:
     def _pass_read(self, row: Row) -> None:
         """Move a row on, past the blocks that others have read."""
         begin = row.cached
-        while row.pending > 1 and self._next_block(row).cached:
+        while row.pending > 1 and self._next_block(row).read:
             row.cached += self._block_tokens - row.cached % self._block_tokens
         self.reused_tokens += row.cached - begin
 
@@ -359,10 +352,11 @@ class Schedule:
     def _keep(self, row: Row) -> None:
         self.forget(row.session)
         blocks = self._tree.grow(row.adapter, row.tokens[: row.cached], row.blocks)
+        self._tree.note_read(blocks)
         full, rest = divmod(row.cached, self._block_tokens)
         if rest and len(blocks) == full:
             blocks.append(row.blocks[full])
-            self._tree.note_end(blocks[-1], row.tokens[full * self._block_tokens : row.cached])
+            self._tree[blocks[-1]].tokens = tuple(row.tokens[full * self._block_tokens : row.cached])
         self._tree.count(blocks, sessions=1)
         if blocks:
             self.kept[row.session] = KeptCache(row.adapter, blocks)
@@ -392,8 +386,7 @@ class Schedule:
         """Take ``rows`` and ``sessions`` from the users of blocks, the last one first; free those without any."""
         freed = self._tree.count(reversed(blocks), rows=-rows, sessions=-sessions)
         self._free += freed
-        if blocks:
-            self._without_room = None
+        self._without_room = None
         if freed:
             self._on_free(freed)
 

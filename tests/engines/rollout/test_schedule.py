@@ -15,7 +15,7 @@ from asyncrl.errors import EngineError
 from asyncrl.interfaces import SamplingParams
 from engines.rollout.request import Row
 from engines.rollout.transformers import schedule as planning
-from engines.rollout.transformers.schedule import SCORED_TOKENS, Schedule, Step
+from engines.rollout.transformers.schedule import Schedule, Step
 
 BLOCK_TOKENS = 4
 
@@ -184,23 +184,20 @@ class Driver:
         }
         assert tree.idle == len(set(keepers) - set(users))
         assert not any(r.blocks for r in plan.rows if r not in plan.running)
-        holders = [*plan.running, *plan.kept.values()]
-        cached = {place(r, at) for r in plan.running for at in range(r.cached)}
-        cached |= {(block, at) for block in tree._blocks for at in range(tree[block].cached)}
-        assert plan.cached_tokens == len(cached)
-        assert not self.checked or cached <= self.cache.keys()
+        read = {(block, at) for block in tree._blocks if tree[block].read for at in range(BLOCK_TOKENS)}
+        assert not self.checked or read <= self.cache.keys()
         before: dict[int, Sequence[int]] = {}
-        for table in [each.blocks for each in holders]:
+        for table in [each.blocks for each in (*plan.running, *plan.kept.values())]:
             assert len(set(table)) == len(table)
             for at, block in enumerate(table):
                 assert before.setdefault(block, table[:at]) == table[:at], "who uses a block uses those before it"
         for kept in plan.kept.values():
-            assert all(tree[block].cached == BLOCK_TOKENS for block in kept.blocks[:-1])
-            assert kept.blocks and tree[kept.blocks[-1]].cached
+            assert kept.blocks
+            assert all(tree[block].read or len(tree[block].tokens) < BLOCK_TOKENS for block in kept.blocks)
 
 
 def kept_tokens(plan: Schedule) -> dict[str, int]:
-    return {name: sum(plan._tree[block].cached for block in kept.blocks) for name, kept in plan.kept.items()}
+    return {name: sum(len(plan._tree[block].tokens) for block in kept.blocks) for name, kept in plan.kept.items()}
 
 
 def place(r: Row, at: int) -> tuple[int, int]:
@@ -336,7 +333,7 @@ def test_the_next_row_of_a_session_reads_what_is_new() -> None:
     plan = schedule()
     first = row("a", 6, tokens=3, session="s")
     finish(plan, first)
-    assert plan.cached_tokens == 8, "the last token was never read"
+    assert kept_tokens(plan) == {"s": 8}, "the last token was never read"
     plan.submit(row("b", [*first.tokens, 5, 5], session="s"))
     (chunk,) = plan.next().prefills
     assert (chunk.row.cached, chunk.tokens, plan.reused_tokens) == (8, 3, 8)
@@ -372,9 +369,9 @@ def test_rows_get_the_blocks_of_the_session_that_was_used_least_recently() -> No
     plan = schedule(blocks=4)
     finish(plan, row("a", 4, tokens=1, session="old"), row("b", 4, tokens=1, session="new"))
     finish(plan, row("c", 8, tokens=1))
-    assert plan.cached_tokens == 8, "two blocks are free"
+    assert kept_tokens(plan) == {"old": 4, "new": 4}, "two blocks are free"
     finish(plan, row("d", 12, tokens=1))
-    assert plan.cached_tokens == 4
+    assert kept_tokens(plan) == {"new": 4}
     plan.submit(row("e", [*row("b", 4).tokens, 7], session="new"))
     assert plan.next().ready[0].cached == 4
 
@@ -388,13 +385,13 @@ def test_what_two_versions_have_computed_is_not_kept() -> None:
     a.versions[0] = -1
     driver.step()
     assert a.finish_reason == "length"
-    assert plan.cached_tokens == 0
+    assert plan.used_tokens == 0
 
 
 def test_nothing_is_kept_where_rows_run_one_by_one() -> None:
     plan = schedule(running=1)
     finish(plan, row("a", 4, tokens=2, session="s"))
-    assert plan.cached_tokens == 0
+    assert plan.used_tokens == 0
 
 
 def test_what_is_kept_of_a_session_can_be_freed() -> None:
@@ -404,10 +401,10 @@ def test_what_is_kept_of_a_session_can_be_freed() -> None:
     for forget in ways:
         finish(plan, row("a", 9, tokens=2, session="s", adapter="x"))
         plan.forget_all({"another"})
-        assert plan.cached_tokens == 10
+        assert (kept_tokens(plan), plan.used_tokens) == ({"s": 10}, 12)
         forget()
         plan.wake()
-        assert plan.cached_tokens == 0
+        assert plan.used_tokens == 0
         finish(plan, row("b", 14, tokens=2))
 
 
@@ -457,7 +454,7 @@ def test_a_row_like_one_that_runs_reads_what_that_one_has_not() -> None:
     plan.submit(row("b", [*SYSTEM, 9]))
     step = driver.step()
     assert (names(step.ready), step.prefills, plan.reused_tokens) == ("ba0", [], 8)
-    assert plan.cached_tokens == 8 + 1 + 2, "eight are shared"
+    assert plan.used_tokens == 8 + 4 + 4, "eight are shared"
 
 
 @pytest.mark.parametrize("how", ["abort", "reread"])
@@ -534,12 +531,12 @@ def test_a_scored_prompt_is_read_by_its_row_alone_and_holds_none_up() -> None:
     submitted(plan, scored, plain)
     driver = Driver(plan, budget=2048)
     chunks = [(chunk.row.request_id, chunk.tokens) for chunk in driver.step().prefills]
-    assert chunks == [("scored", SCORED_TOKENS), ("plain", 1000)]
+    assert chunks == [("scored", 256), ("plain", 1000)]
     submitted(plan, late, row("probe", 1, probe=True))
     step = driver.step()
     assert {r.request_id for r in step.ready} == {"plain", "probe"}
     chunks = [(chunk.row.request_id, chunk.tokens) for chunk in step.prefills]
-    assert chunks == [("scored", SCORED_TOKENS), ("late", 4)]
+    assert chunks == [("scored", 256), ("late", 4)]
 
 
 def test_a_probe_does_not_wait_for_a_long_prompt() -> None:
@@ -566,7 +563,7 @@ def test_rows_that_begin_after_an_update_share_nothing_with_those_before(recompu
     while plan.has_work:
         driver.step()
     assert driver.read_tokens - before == read
-    assert (plan.cached_tokens, len(plan._free)) == (0, 100)
+    assert (plan.used_tokens, len(plan._free)) == (0, 100)
 
 
 def test_adapters_are_updated_apart() -> None:
@@ -598,17 +595,17 @@ def test_sessions_with_the_same_tokens_keep_them_once() -> None:
     plan = schedule(blocks=10)
     finish(plan, *(row(name, [*SYSTEM, 9], tokens=8, session=name) for name in "st"))
     assert kept_tokens(plan) == {"s": 16, "t": 16}
-    assert (plan.cached_tokens, len(plan._free)) == (16, 6)
+    assert (plan.used_tokens, len(plan._free)) == (16, 6)
     plan.forget("s")
-    assert (plan.cached_tokens, len(plan._free)) == (16, 6)
+    assert (plan.used_tokens, len(plan._free)) == (16, 6)
     plan.forget("t")
-    assert (plan.cached_tokens, len(plan._free)) == (0, 10)
+    assert (plan.used_tokens, len(plan._free)) == (0, 10)
 
 
 def test_what_is_kept_is_freed_from_its_end() -> None:
     plan = schedule(blocks=6)
     finish(plan, row("a", 11, tokens=1, session="old"), row("b", 7, tokens=1, session="new"))
-    assert plan.cached_tokens == 18
+    assert kept_tokens(plan) == {"old": 11, "new": 7}
     finish(plan, row("c", 8, tokens=1))
     assert kept_tokens(plan) == {"old": 8, "new": 7}
     finish(plan, row("d", 20, tokens=1))
@@ -682,32 +679,23 @@ def test_sessions_of_which_rows_use_all_that_is_left_are_forgotten_but_for_one()
     assert len(plan.kept) <= 4
 
 
-def test_how_much_is_cached_is_known_without_looking_at_each_block() -> None:
-    class Table(list[int]):
-        """Only pieces of one block can be had."""
-
-        def __getitem__(self, at: Any) -> Any:
-            assert at.stop - at.start == 1
-            return super().__getitem__(at)
-
-        def __iter__(self) -> Any:
-            raise AssertionError("all blocks are looked at")
-
-    plan = schedule()
-    finish(plan, row("k", 202, tokens=1, session="s"))
-    reading = row("a", 150)
-    plan.submit(reading)
-    Driver(plan, budget=100, checked=False).step()
-    reading.blocks, plan.kept["s"].blocks = Table(reading.blocks), Table(plan.kept["s"].blocks)
-    assert plan.cached_tokens == 202 + 100
-
-
 def test_no_more_rows_join_than_can_be_read_behind_what_they_wait_for() -> None:
     long = [row(name, [*SYSTEM, *[token] * 9]) for name, token in (("b", 9), ("c", 10))]
     plan = submitted(schedule(budget=10), row("a", [*SYSTEM, 7]), *long)
     step = plan.next()
     assert [(chunk.row.request_id, chunk.tokens) for chunk in step.prefills] == [("a", 9)]
     assert names(plan.running) == "ab", "b has nine tokens of its own, behind those of a"
+
+
+def test_a_row_that_waits_for_what_another_reads_keeps_none_from_joining() -> None:
+    plan = schedule(budget=14)
+    scored = row("s", 8, tokens=1)
+    scored.sampling = SamplingParams(max_new_tokens=1, prompt_log_probs=0)
+    submitted(plan, scored, *group("a", [*SYSTEM, 9, 9, 9, 9], 2))
+    Driver(plan, budget=14).step()
+    assert [(r.request_id, r.cached) for r in plan.running] == [("a0", 6), ("a1", 0)]
+    plan.submit(row("b", 8))
+    assert [(chunk.row.request_id, chunk.tokens) for chunk in plan.next().prefills] == [("a0", 6), ("b", 8)]
 
 
 def test_a_row_does_not_count_on_the_blocks_that_it_takes_over_itself() -> None:
@@ -760,7 +748,7 @@ def alike(number: int) -> list[int]:
     return [*begin, *[[], [7] * 4, [7, 8, 7, 7], [7]][number // 4 % 4], *[7, 7][: number % 3], 8 + number // 16 % 2]
 
 
-@settings@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(events=EVENTS, running=st.integers(1, 4), budget=st.integers(1, 12), blocks=st.integers(4, 16))
 @mock.patch.object(planning, "SCORED_TOKENS", 4)
 def test_blocks_hold_their_rows_and_every_row_ends(
@@ -823,4 +811,4 @@ def test_blocks_hold_their_rows_and_every_row_ends(
         assert r.finish_reason == ("abort" if r in aborted else "length")
         assert r in aborted or r.sampled == r.length_limit - r.prompt_length
     plan.forget_all()
-    assert (sorted(plan._free), plan.cached_tokens) == (list(range(blocks)), 0)
+    assert (sorted(plan._free), plan.used_tokens) == (list(range(blocks)), 0)

@@ -73,8 +73,9 @@ class Past:
         return self._sorted[-1] if self._sorted else 0.0
 
     @property
-    def smallest(self) -> float:
-        return self._sorted[0] if self._sorted else math.inf
+    def low(self) -> float:
+        """Return a value that one in eight is below; infinite without values."""
+        return self._sorted[len(self._sorted) // 8] if self._sorted else math.inf
 
 
 class ThinkTimes:
@@ -179,6 +180,7 @@ class SessionAdmission:
         self._lengths = Past()
         self._think = ThinkTimes()
         self._reading = Past()
+        self._whole = Past()
 
     def begin_turn(self, name: str, tokens: int, *, now_s: float) -> Decision:
         """Ask for a turn with a prompt of ``tokens``; a session that is not known enters."""
@@ -238,15 +240,19 @@ class SessionAdmission:
         due = (each.away_s + self._think.exceeds_after(each.tool, worth_s) for each in self._away())
         return min((at_s for at_s in due if at_s > now_s), default=math.inf)
 
-    def observe_reading(self, tokens: int, seconds: float) -> None:
-        """Note that ``tokens`` of a prompt were read within ``seconds``; the quickest counts, as the others waited."""
-        self._reading.observe(seconds / max(tokens, 1))
+    def observe_reading(self, tokens: int, seconds: float, *, whole: bool = False) -> None:
+        """Note that ``tokens`` of a prompt, its ``whole`` or what was not cached of it, were read within ``seconds``.
+
+        The quick ones count, as the others waited. Of a whole prompt another session may have read a part, so the
+        slowest of these is a bound.
+        """
+        (self._whole if whole else self._reading).observe(seconds / max(tokens, 1))
 
     # -------------------------------------------------------------------------------------------------- decisions
 
     def _worth_s(self) -> float:
         """Return the longest run of a tool that is worth keeping a part for, if another session waits."""
-        return self._reading.smallest * self._capacity_tokens
+        return min(self._reading.low, self._whole.largest or math.inf) * self._capacity_tokens
 
     def _peak(self, sessions: Iterable[_Session]) -> float:
         def growth(tokens: int) -> float:
@@ -331,13 +337,13 @@ class SessionCache:
         self._apply(self._admission.begin_turn(name, tokens, now_s=now_s()))
         try:
             await holds.wait()
-            # A prompt of which nothing is cached may begin with what was read for another session: it is not counted.
-            begun_s, unread = now_s(), tokens - self._cached.get(name, tokens)
+            cached = self._cached.get(name, 0)
+            begun_s, unread = now_s(), tokens - cached
             stream = self._engine.generate(request)
             try:
                 async for chunk in stream:
                     if unread > 0 and chunk.token_ids:
-                        self._admission.observe_reading(unread, now_s() - begun_s)
+                        self._admission.observe_reading(unread, now_s() - begun_s, whole=not cached)
                         unread = 0
                     tokens += len(chunk.token_ids)
                     yield chunk

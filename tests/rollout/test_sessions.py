@@ -75,9 +75,12 @@ def test_where_it_does_not_fit_the_session_that_is_away_longest_loses_its_part()
     assert admission.begin_turn("b", 31, now_s=10.2) == Decision(("b",))
 
 
-def test_a_tool_that_runs_longer_than_reading_everything_gives_its_part_to_one_that_waits() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_tool_that_runs_longer_than_reading_everything_gives_its_part_to_one_that_waits(whole: bool) -> None:
     admission = after_one(capacity=100)
-    admission.observe_reading(10, 0.2)
+    admission.observe_reading(10, 0.2, whole=whole)
+    if whole:  # a part of it may have been read for another session
+        admission.observe_reading(10, 0.1, whole=True)
     admission.begin_turn("a", 60, now_s=2.0)
     admission.end_turn("a", 60, now_s=2.0)
     assert admission.next_tick_s(now_s=2.0) == float("inf"), "none waits"
@@ -233,7 +236,8 @@ def test_how_quickly_prompts_are_read_is_learned_from_sessions_that_come_back() 
         sessions = SessionCache(engine, capacity_tokens=100)
         for turn, prompt, reading_s in ((0, 60, math.inf), (1, 60 + 5 + 20, 1.0 / 20)):
             await tokens_of(sessions.generate(request("a", turn, prompt)))
-            assert sessions._admission._reading.smallest == pytest.approx(reading_s), "the first may be shared"
+            assert sessions._admission._reading.low == pytest.approx(reading_s), "the first may be shared"
+            assert sessions._admission._whole.largest == pytest.approx(1.0 / 60)
 
     run_virtually(play())
 

@@ -386,7 +386,8 @@ class Schedule:
         """Take ``rows`` and ``sessions`` from the users of blocks, the last one first; free those without any."""
         freed = self._tree.count(reversed(blocks), rows=-rows, sessions=-sessions)
         self._free += freed
-        self._without_room = None
+        if rows:  # what sessions alone use has been counted as room
+            self._without_room = None
         if freed:
             self._on_free(freed)
 

@@ -284,8 +284,8 @@ class RolloutEngineStatistics:
     """State and counters of an engine. Counters only grow.
 
     ``weight_version`` is that of the next token. ``requests_finished`` ended with ``stop`` or ``length``.
-    ``kv_cache_tokens`` have their keys and values in memory now. ``busy_s`` are the seconds spent in ``decode_steps``,
-    the forward passes that sampled.
+    ``kv_cache_tokens`` are in the KV cache now; an engine may count whole blocks, or for each request what several
+    share. ``busy_s`` are the seconds spent in ``decode_steps``, the forward passes that sampled.
     """
 
     running: int

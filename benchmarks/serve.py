@@ -330,8 +330,10 @@ async def child(kind: str, turn_s: float) -> None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), 0.05)
             if engine is not None:
-                preemptions = engine._running().schedule.preemptions
-                tokens_held.append((engine.statistics().kv_cache_tokens, held_mib(os.getpid())))
+                schedule = engine._running().schedule
+                preemptions = schedule.preemptions
+                cached = sum(row.cached for row in list(schedule.running))  # random prompts share nothing
+                tokens_held.append((cached, held_mib(os.getpid())))
         watching.cancel()
         lags.sort()
         rss = resource.getrusage(resource.RUSAGE_SELF)

@@ -163,10 +163,7 @@ class ModelledEngine(EchoEngine):
             await asyncio.sleep(
                 costs.step_s + costs.row_s * len(step.ready) + costs.read_s * read + costs.cached_s * cached
             )
-            for row in step.ready:
-                row.cached += 1
-            for part in step.prefills:
-                part.row.cached += part.tokens
+            self.schedule.note_read(step)
             for row in rows:
                 row.append(3, -1.0, 0)
                 if row.ended:

@@ -73,12 +73,9 @@ class Past:
         return self._sorted[-1] if self._sorted else 0.0
 
     @property
-    def smallest(self) -> float:
-        return self._sorted[0] if self._sorted else math.inf
-
-    @property
-    def median(self) -> float:
-        return self._sorted[len(self._sorted) // 2] if self._sorted else math.inf
+    def low(self) -> float:
+        """Return a value that one in eight is below; infinite without values."""
+        return self._sorted[len(self._sorted) // 8] if self._sorted else math.inf
 
 
 class ThinkTimes:
@@ -162,9 +159,6 @@ class _Session:
 class SessionAdmission:
     """The state machine for a cache of ``capacity_tokens``.
 
-    ``shares_prefixes`` says whether the engine may have read a part of a prompt for another session: then the quickest
-    reading says little of the others.
-
     Events: :meth:`begin_turn`, :meth:`end_turn`, :meth:`leave`, :meth:`tick`, :meth:`observe_reading`.
 
     >>> admission = SessionAdmission(capacity_tokens=100)
@@ -178,15 +172,15 @@ class SessionAdmission:
     Decision(granted=('b',), dropped=('a',))
     """
 
-    def __init__(self, *, capacity_tokens: float, shares_prefixes: bool = False) -> None:
+    def __init__(self, *, capacity_tokens: float) -> None:
         self._capacity_tokens = capacity_tokens
-        self._shares_prefixes = shares_prefixes
         self._sessions: dict[str, _Session] = {}  # in the order in which they entered
         self._entered = 0
         self._returned = False
         self._lengths = Past()
         self._think = ThinkTimes()
         self._reading = Past()
+        self._whole = Past()
 
     def begin_turn(self, name: str, tokens: int, *, now_s: float) -> Decision:
         """Ask for a turn with a prompt of ``tokens``; a session that is not known enters."""
@@ -246,19 +240,19 @@ class SessionAdmission:
         due = (each.away_s + self._think.exceeds_after(each.tool, worth_s) for each in self._away())
         return min((at_s for at_s in due if at_s > now_s), default=math.inf)
 
-    def observe_reading(self, tokens: int, seconds: float) -> None:
-        """Note that ``tokens`` of a prompt were read within ``seconds``.
+    def observe_reading(self, tokens: int, seconds: float, *, whole: bool = False) -> None:
+        """Note that ``tokens`` of a prompt, its ``whole`` or what was not cached of it, were read within ``seconds``.
 
-        The quickest counts, as the others waited; of an engine that shares prefixes the median.
+        The quick ones count, as the others waited. Of a whole prompt another session may have read a part, so the
+        slowest of these is a bound.
         """
-        self._reading.observe(seconds / max(tokens, 1))
+        (self._whole if whole else self._reading).observe(seconds / max(tokens, 1))
 
     # -------------------------------------------------------------------------------------------------- decisions
 
     def _worth_s(self) -> float:
         """Return the longest run of a tool that is worth keeping a part for, if another session waits."""
-        reading_s = self._reading.median if self._shares_prefixes else self._reading.smallest
-        return reading_s * self._capacity_tokens
+        return min(self._reading.low, self._whole.largest or math.inf) * self._capacity_tokens
 
     def _peak(self, sessions: Iterable[_Session]) -> float:
         def growth(tokens: int) -> float:
@@ -326,9 +320,7 @@ class SessionCache:
     def __init__(self, engine: RolloutEngine, *, capacity_tokens: int) -> None:
         self._engine = engine
         self._forget = engine.forget_session if isinstance(engine, SessionEngine) else None
-        self._admission = SessionAdmission(
-            capacity_tokens=capacity_tokens or math.inf, shares_prefixes=self._forget is None
-        )
+        self._admission = SessionAdmission(capacity_tokens=capacity_tokens or math.inf)
         self._holds: dict[str, asyncio.Event] = {}
         self._cached: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -345,12 +337,13 @@ class SessionCache:
         self._apply(self._admission.begin_turn(name, tokens, now_s=now_s()))
         try:
             await holds.wait()
-            begun_s, unread = now_s(), tokens - self._cached.get(name, 0)
+            cached = self._cached.get(name, 0)
+            begun_s, unread = now_s(), tokens - cached
             stream = self._engine.generate(request)
             try:
                 async for chunk in stream:
                     if unread > 0 and chunk.token_ids:
-                        self._admission.observe_reading(unread, now_s() - begun_s)
+                        self._admission.observe_reading(unread, now_s() - begun_s, whole=not cached)
                         unread = 0
                     tokens += len(chunk.token_ids)
                     yield chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -74,9 +75,12 @@ def test_where_it_does_not_fit_the_session_that_is_away_longest_loses_its_part()
     assert admission.begin_turn("b", 31, now_s=10.2) == Decision(("b",))
 
 
-def test_a_tool_that_runs_longer_than_reading_everything_gives_its_part_to_one_that_waits() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_tool_that_runs_longer_than_reading_everything_gives_its_part_to_one_that_waits(whole: bool) -> None:
     admission = after_one(capacity=100)
-    admission.observe_reading(10, 0.2)
+    admission.observe_reading(10, 0.2, whole=whole)
+    if whole:  # a part of it may have been read for another session
+        admission.observe_reading(10, 0.1, whole=True)
     admission.begin_turn("a", 60, now_s=2.0)
     admission.end_turn("a", 60, now_s=2.0)
     assert admission.next_tick_s(now_s=2.0) == float("inf"), "none waits"
@@ -221,6 +225,19 @@ def test_an_engine_that_keeps_no_sessions_does_not_get_them() -> None:
         assert await tokens_of(sessions.generate(request("a", 0, 20))) == 5
         sessions.leave("a")
         assert [each.session for each in engine.requests] == [""]
+
+    run_virtually(play())
+
+
+def test_how_quickly_prompts_are_read_is_learned_from_sessions_that_come_back() -> None:
+    async def play() -> None:
+        engine = Remembering(token_s=1.0)
+        await engine.start()
+        sessions = SessionCache(engine, capacity_tokens=100)
+        for turn, prompt, reading_s in ((0, 60, math.inf), (1, 60 + 5 + 20, 1.0 / 20)):
+            await tokens_of(sessions.generate(request("a", turn, prompt)))
+            assert sessions._admission._reading.low == pytest.approx(reading_s), "the first may be shared"
+            assert sessions._admission._whole.largest == pytest.approx(1.0 / 60)
 
     run_virtually(play())
 

@@ -74,6 +74,8 @@ class Decoder:
         if head is not None:
             head.register_forward_pre_hook(self._only_sampled)
         self._tables: list[Part] = []
+        self._columns = torch.arange(0, device=self.device)
+        self._bias = torch.tensor([0.0, -torch.inf], dtype=self._dtype, device=self.device)
 
     def _only_sampled(self, _: object, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Hand the head only the positions after which a token is sampled or scored: other logits are not used."""
@@ -87,7 +89,7 @@ class Decoder:
         adapters = [row.adapter for row in ready]
         blocks = [row.blocks[row.cached // BLOCK_TOKENS] for row in ready]
         sampled, scored = list(range(len(ready))), list[int]()
-        parts = self._decode_parts(step)
+        parts: list[Part] = []
         for chunk in step.prefills:
             row, begin, end = chunk.row, chunk.row.cached, chunk.row.cached + chunk.tokens
             parts += cache.chunk_parts(row.blocks, begin=len(tokens), cached=begin, tokens=chunk.tokens)
@@ -99,6 +101,7 @@ class Decoder:
             if chunk.completes:
                 sampled.append(len(tokens) - 1)
         at = torch.tensor(positions, device=device)
+        parts = self._decode_parts(step, at) + parts
         cache.current = Pass(cache.places(torch.tensor(blocks, device=device), at), parts)
         self._sampled = torch.tensor(sampled + scored, dtype=torch.int64, device=device)
         try:
@@ -114,17 +117,17 @@ class Decoder:
             self._sampled = cache.current = None
         return logits
 
-    def _decode_parts(self, step: Step) -> list[Part]:
+    def _decode_parts(self, step: Step, positions: torch.Tensor) -> list[Part]:
         if step.changed or step.taken:
             self._tables = self.cache.decode_parts([row.blocks for row in step.ready])
         parts = []
         for part in self._tables:
             assert part.table is not None
-            lengths = torch.tensor([[row.cached] for row in step.ready[part.begin : part.end]], device=self.device)
-            columns = torch.arange(part.table.shape[1] * BLOCK_TOKENS, device=self.device)
-            mask = torch.zeros(len(lengths), len(columns), dtype=self._dtype, device=self.device)
-            mask.masked_fill_(columns > lengths, -torch.inf)
-            parts.append(Part(part.begin, part.end, part.table, mask[:, None, None]))
+            width = part.table.shape[1] * BLOCK_TOKENS
+            if width > len(self._columns):
+                self._columns = torch.arange(2 * width, device=self.device)
+            seen = self._columns[:width] <= positions[part.begin : part.end, None, None, None]
+            parts.append(Part(part.begin, part.end, part.table, torch.where(seen, *self._bias)))
         return parts
 
     def check(self) -> None:

@@ -9,8 +9,8 @@
 
 Requests join and leave between decode steps. Weights are exchanged between two steps; requests in flight go on, with
 their keys and values kept or computed again. Those of a session's last request are kept for its next one while there is
-room, and freed at a commit, so a request that begins after a commit never meets an entry of older weights. Nothing else
-is shared between requests.
+room. What requests begin with alike is read once, as long as one of them runs or a session keeps it. A request that
+begins after a commit shares nothing with those before it, so it never meets an entry of older weights.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ class TransformersEngine:
             prompt_tokens=counters.prompt_tokens,
             requests_finished=counters.requests_finished,
             requests_aborted=counters.requests_aborted,
-            kv_cache_tokens=sum(row.cached for row in running) + schedule.kept_tokens,
+            kv_cache_tokens=schedule.used_tokens,
             kv_cache_capacity_tokens=cache.capacity_tokens,
             decode_steps=counters.decode_steps,
             busy_s=counters.busy_s,

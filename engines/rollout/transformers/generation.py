@@ -136,10 +136,7 @@ class Generation:
         rows = step.rows
         logits, scored = self.decoder.read(step).tensor_split([len(rows)])
         _score(step, scored)
-        for row in step.ready:
-            row.cached += 1
-        for chunk in step.prefills:
-            chunk.row.cached += chunk.tokens
+        self.schedule.note_read(step)
         if not rows:
             return
         if step.changed or self._sampler is None:

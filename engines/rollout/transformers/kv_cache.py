@@ -1,9 +1,9 @@
 """The paged KV cache, and attention over it.
 
-Keys and values lie in blocks of :data:`BLOCK_TOKENS` tokens, all layers of a block side by side, in one range of memory
-of ``memory_bytes``. A row has a list of blocks (PagedAttention, Kwon et al. 2023, section 4.3). On a CPU the range is
-virtual: a block takes memory when it is first written, and returns it when it is freed. On an accelerator the range is
-allocated at once.
+Keys and values lie in blocks of :data:`BLOCK_TOKENS` tokens, in one range of memory of ``memory_bytes``: all layers of a
+block side by side, and in a layer the key and the value of each token. A row has a list of blocks (PagedAttention, Kwon
+et al. 2023, section 4.3). On a CPU the range is virtual: a block takes memory when it is first written, and returns it
+when it is freed. On an accelerator the range is allocated at once.
 
 One forward pass reads the tokens of several rows, one row after another, without padding (:class:`Pass`).
 """
@@ -37,9 +37,9 @@ _PADDING_SHARE = 0.25
 class Part:
     """The tokens ``begin .. end`` of a pass, and what they attend to.
 
-    ``table`` [rows, blocks] has where blocks begin, in the keys of layer 0; ``mask`` [rows, 1, queries, blocks *
-    BLOCK_TOKENS] says which tokens a query sees. Without a table the part is the beginning of one row, and attends to
-    itself.
+    ``table`` [rows, blocks] has where blocks begin in layer 0, in blocks of one layer; ``mask`` [rows, 1, queries,
+    blocks * BLOCK_TOKENS] says which tokens a query sees. Without a table the part is the beginning of one row, and
+    attends to itself.
     """
 
     begin: int
@@ -52,7 +52,7 @@ class Part:
 class Pass:
     """One forward pass: where the keys and values of its N tokens go, and its parts.
 
-    ``places`` [N] are token places in the keys of layer 0.
+    ``places`` [N] are token places in layer 0.
     """
 
     places: torch.Tensor
@@ -145,7 +145,7 @@ class KVCache(Cache):
 
     def places(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the places [N] of ``positions`` [N] in rows whose blocks at these positions are ``table`` [N]."""
-        return table * (2 * self.layers_cached * BLOCK_TOKENS) + positions % BLOCK_TOKENS
+        return table * (self.layers_cached * BLOCK_TOKENS) + positions % BLOCK_TOKENS
 
     def decode_parts(self, tables: Sequence[Sequence[int]]) -> list[Part]:
         """Group rows of one token each, sorted by the number of their blocks, into parts with little padding.
@@ -185,7 +185,7 @@ class KVCache(Cache):
         return parts
 
     def _rows_of(self, tables: Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor(tables, device=self.device) * (2 * self.layers_cached)
+        return torch.tensor(tables, device=self.device) * self.layers_cached
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
@@ -193,11 +193,9 @@ class KVCache(Cache):
         """Store [1, kv_heads, N, head_dim], and return it as it is."""
         assert self.current is not None
         self.updates += 1
-        heads, dim = self._heads
-        stored = self._storage.view(-1, heads * dim)
-        for which, states in enumerate((key_states, value_states)):
-            rows = states[0].transpose(0, 1).reshape(-1, heads * dim)
-            stored[(2 * layer_idx + which) * BLOCK_TOKENS :].index_copy_(0, self.current.places, rows)
+        rows = torch.cat((key_states, value_states), 1)[0].transpose(0, 1)
+        stored = self._storage.view(-1, *rows.shape[1:])
+        stored[layer_idx * BLOCK_TOKENS :].index_copy_(0, self.current.places, rows)
         return key_states, value_states
 
     def attend(
@@ -237,12 +235,9 @@ class KVCache(Cache):
         return got.reshape(rows, heads, queries, dim).transpose(1, 2).reshape(rows * queries, heads, dim)
 
     def _gather(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        stored = self._storage.view(self.blocks * 2 * self.layers_cached, -1)
-        index = table.flatten()
-        keys, values = (
-            stored[2 * layer + which :].index_select(0, index).view(len(table), -1, *self._heads).transpose(1, 2)
-            for which in (0, 1)
-        )
+        stored = self._storage.view(self.blocks * self.layers_cached, -1)
+        gathered = stored[layer:].index_select(0, table.flatten())
+        keys, values = gathered.view(len(table), -1, 2, *self._heads).permute(2, 0, 3, 1, 4)
         return keys, values
 
 

@@ -77,7 +77,7 @@ def commit_when(
 
 
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
-@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True)])
+@pytest.mark.parametrize(("kind", "tied", "alike"), [("llama", False, 0), ("qwen3", True, 0), ("llama", False, 40)])
 async def test_both_sides_of_the_cut_are_exact(
     folder_of: FolderOf,
     collect: Collect,
@@ -87,12 +87,16 @@ async def test_both_sides_of_the_cut_are_exact(
     kv_cache: KVCachePolicy,
     kind: str,
     tied: bool,
+    alike: int,
 ) -> None:
+    """The first ``alike`` tokens of all prompts are the same."""
     folder = folder_of(kind, tied=tied)
     models = [load(folder), load(folder_of(kind, seed=1, tied=tied)), load(folder_of(kind, seed=2, tied=tied))]
     dice = random.Random(7)
+    begin = [dice.randrange(67) for _ in range(alike)]
     requests = [
-        request_of(i, [dice.randrange(67) for _ in range(dice.randint(1, 30))], dice.randint(40, 70)) for i in range(9)
+        request_of(i, begin + [dice.randrange(67) for _ in range(dice.randint(1, 30))], dice.randint(40, 70))
+        for i in range(9)
     ]
     # Five run, four wait; a small prefill budget lets recomputed rows come back one after the other.
     async with serving(folder, max_running_requests=5, prefill_tokens_per_step=48) as engine:
@@ -103,6 +107,7 @@ async def test_both_sides_of_the_cut_are_exact(
             await engine.commit_weights(version, kv_cache=kv_cache)
             assert engine.weight_version == version
         done: list[Generation] = await asyncio.gather(*tasks)
+        assert bool(engine._running().schedule.reused_tokens) == bool(alike)
     assert {version for got in done for version in got.weight_versions} == {0, 1, 2}
     assert any(len(got.spans) > 1 for got in done)
     for request, got in zip(requests, done, strict=True):
@@ -178,7 +183,7 @@ async def test_a_prompt_half_read_at_the_cut_begins_again(
     request = request_of("a", [(7 * i) % 67 for i in range(200)], 5)
     async with serving(folder_of(), prefill_tokens_per_step=16) as engine:
         await engine.prepare_weights(tensors_of(other), version=1)
-        commit_when(engine, lambda counted: counted.kv_cache_tokens == 64, kv_cache="keep")
+        commit_when(engine, lambda counted: counted.decode_steps == 4, kv_cache="keep")  # 64 tokens are read
         got: Generation = await collect(engine, request)
     assert set(got.weight_versions) == {1}
     expected = plain_log_probs(other, request, got.token_ids)

@@ -128,7 +128,7 @@ async def test_turns_of_sessions_read_what_is_new_and_give_the_same(
         schedule = engine._running().schedule
         if size is None:
             assert schedule.reused_tokens == 4 * (31 + 63), "all but the last token of the two turns before"
-            assert engine.statistics().kv_cache_tokens == 4 * 95
+            assert engine.statistics().kv_cache_tokens == 4 * 96, "six blocks hold 95 tokens"
         else:
             assert schedule.reused_tokens < 4 * (31 + 63)
             assert 0 < engine.statistics().kv_cache_tokens <= engine.statistics().kv_cache_capacity_tokens
@@ -137,6 +137,29 @@ async def test_turns_of_sessions_read_what_is_new_and_give_the_same(
         await engine._call(lambda: None)
         assert engine.statistics().kv_cache_tokens == 0
         assert isinstance(engine, SessionEngine)
+
+
+async def test_two_groups_read_their_system_prompt_and_each_its_own_once_and_give_the_same(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf, plain_log_probs: Any
+) -> None:
+    folder = folder_of("qwen3")
+    model = load(folder)
+    dice = random.Random(0)
+    system = [dice.randrange(67) for _ in range(40)]
+    prompts = [[*system, *(dice.randrange(67) for _ in range(length))] for length in (30, 25)]
+    requests = [request_of(f"{at}-{i}", prompt, 12) for at, prompt in enumerate(prompts) for i in range(4)]
+    async with serving(folder, prefill_tokens_per_step=32) as engine:
+        await engine.pause()
+        tasks = [asyncio.ensure_future(collect(engine, request)) for request in requests]
+        await asyncio.sleep(0)
+        await engine.resume()
+        done: list[Generation] = await asyncio.gather(*tasks)
+        assert engine._running().schedule.reused_tokens == 3 * 64 + 32 + 3 * 64, "in blocks of 16"
+        assert engine.statistics().kv_cache_tokens == 0
+    assert len({got.token_ids for got in done}) == 8
+    for request, got in zip(requests, done, strict=True):
+        expected = plain_log_probs(model, request, got.token_ids)
+        assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
 
 
 async def test_it_is_a_rollout_engine(engine: TransformersEngine) -> None:
@@ -561,7 +584,7 @@ async def test_statistics_count(folder_of: FolderOf, collect: Collect, request_o
         assert (now.running, now.waiting, now.paused) == (2, 1, True)
         assert now.tokens_generated == 2 * now.decode_steps == 8
         assert now.prompt_tokens == 20
-        assert now.kv_cache_tokens == 20 + now.tokens_generated - 2  # the last token of each is not read yet
+        assert now.kv_cache_tokens == 2 * 16  # a block for each, of 14 tokens
         assert now.kv_cache_capacity_tokens == 3 * 256  # two rows and a probe
         third.cancel()
         await asyncio.gather(third, return_exceptions=True)  # its abort is carried out before the resume

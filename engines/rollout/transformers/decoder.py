@@ -127,7 +127,7 @@ class Decoder:
             if width > len(self._columns):
                 self._columns = torch.arange(2 * width, device=self.device)
             seen = self._columns[:width] <= positions[part.begin : part.end, None, None, None]
-            parts.append(Part(part.begin, part.end, part.table, torch.where(seen, *self._bias)))
+            parts.append(Part(part.begin, part.end, part.table, torch.where(seen, self._bias[0], self._bias[1])))
         return parts
 
     def check(self) -> None:

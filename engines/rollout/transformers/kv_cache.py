@@ -1,9 +1,9 @@
 """The paged KV cache, and attention over it.
 
-Keys and values lie in blocks of :data:`BLOCK_TOKENS` tokens, in one range of memory of ``memory_bytes``: all layers of a
-block side by side, and in a layer the key and the value of each token. A row has a list of blocks (PagedAttention, Kwon
-et al. 2023, section 4.3). On a CPU the range is virtual: a block takes memory when it is first written, and returns it
-when it is freed. On an accelerator the range is allocated at once.
+Keys and values lie in blocks of :data:`BLOCK_TOKENS` tokens, in one range of memory of ``memory_bytes``: all layers of
+a block side by side, and in a layer the key and the value of each token. A row has a list of blocks (PagedAttention,
+Kwon et al. 2023, section 4.3). On a CPU the range is virtual: a block takes memory when it is first written, and gives
+it back when it is freed. On an accelerator the range is allocated at once.
 
 One forward pass reads the tokens of several rows, one row after another, without padding (:class:`Pass`).
 """

@@ -26,7 +26,7 @@ from engines.training.loading import WeightFiles, give_memory
 from engines.training.log_probs import Extras, TokenScores
 from engines.training.lora import LoRA
 from engines.training.model import ComputeDtype, PolicyModel, check_mesh, load_policy_model, local_shard, shard
-from engines.training.optimizer import OptimizerName, ShardedOptimizer
+from engines.training.optimizer import OptimizerName, ShardedOptimizer, make_tables
 from engines.training.packed_attention import forget_masks
 from engines.training.packing import Layout
 from engines.training.rank_group import RankGroup
@@ -153,6 +153,7 @@ def _traced(
     model.to("meta")  # adapters have been drawn
     shard(model, ranks, dtype=dtype)
     rectangles = _rectangles(cells, row_tokens, model.layout)
+    make_tables(optimizer)
     with _own_masks(), FakeTensorMode(allow_non_fake_inputs=True):
         give_memory(model, model.causal_lm, device=ranks.device)
         model.free_gathered()
@@ -230,7 +231,7 @@ class _Trace(TorchDispatchMode):
         found = func(*args, **kwargs or {})
         kind = "gathered" if func.namespace in ("fsdp", "c10d") else self._kind
         for each in tree_leaves(found):
-            if isinstance(each, Tensor):
+            if isinstance(each, Tensor) and not hasattr(each, "__tensor_flatten__"):  # the parts of such a one are seen
                 self._see(each, kind)
         self._count(_copied_by_gloo(func, args) if self._model.planned_for == "cpu" else 0)
         return found

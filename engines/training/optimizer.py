@@ -268,6 +268,15 @@ class ShardedOptimizer:
         }
 
 
+def make_tables(name: OptimizerName) -> None:
+    """Let torchao make the tables of its 8 bits, for which it reads values: there are none in a trace."""
+    if name == "adamw_8bit":
+        weight = nn.Parameter(torch.zeros(4096))  # smaller ones have float32 moments
+        weight.grad = torch.zeros(4096)
+        with torch.compiler.set_stance("force_eager"):
+            _class_of(name)([weight]).step()
+
+
 def _class_of(name: str) -> Callable[..., torch.optim.Optimizer]:
     match name:
         case "adamw":

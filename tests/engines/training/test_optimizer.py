@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import math
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.errors import ConfigError
+from asyncrl.mesh import MeshShape
+from engines.training.memory import plan_memory
 from engines.training.optimizer import LearningRate, OptimizerName, Schedule, ShardedOptimizer, clipping_scale
 
 
@@ -203,3 +207,16 @@ def test_what_an_optimizer_does_not_have_is_refused_by_name(pair: tuple[nn.Param
     assert refused.value.remedy == "betas and eps are fields of the engine"
     with pytest.raises(ConfigError, match="'muon': momentum should be"):
         ShardedOptimizer(parameters, name="muon", options={"momentum": -1.0})
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+def test_a_plan_of_memory_counts_the_codes_and_scales_of_8_bits(tmp_path: Path) -> None:
+    config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    plans = [
+        plan_memory(str(tmp_path), shape=MeshShape(), max_tokens=256, row_tokens=64, optimizer=each)
+        for each in ("adamw", "adamw_8bit")
+    ]
+    whole, codes = (each.moments / each.weights for each in plans)
+    assert whole == pytest.approx(2, rel=0.01)
+    assert codes == pytest.approx(2 * (1 / 4 + 1 / 256), rel=0.1), "a byte for each, and a scale for 256"

@@ -1139,11 +1139,11 @@ class Snapshot(Protocol):
 
 @runtime_checkable
 class SnapshotEngine(Protocol):
-    """Optional capability of training and value engines: checkpoints are written while training goes on."""
+    """Optional capability of training and value engines: checkpoints are written while training goes on.
 
-    def prepare_snapshots(self) -> None:
-        """Get the memory of snapshots, so that none waits for it. Collective; called before training begins."""
-        ...
+    An engine with a method ``prepare_snapshots()`` gets the memory of snapshots there, so that none waits for it. It is
+    collective, and called before training begins.
+    """
 
     def snapshot(self) -> Snapshot:
         """Copy what ``save`` would write. Collective; waits while the snapshot before is being written.

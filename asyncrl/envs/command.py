@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import tarfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from inspect import getattr_static
 from operator import attrgetter
@@ -180,10 +180,12 @@ class _Machine:
     async def prepare_judging(self, factory: CommandFactory, name: str) -> None:
         """Make a folder ``name`` with an empty ``home``; files of this machine are where they are."""
         del factory
-        await self._in_thread((Path(self.folder) / name / "home").mkdir, parents=True)
+        with self._left_by_agent():
+            await self._in_thread((Path(self.folder) / name / "home").mkdir, parents=True)
 
     async def write(self, name: str, text: str) -> None:
-        await self._in_thread((Path(self.folder) / name).write_text, text, encoding="utf-8")
+        with self._left_by_agent():
+            await self._in_thread((Path(self.folder) / name).write_text, text, encoding="utf-8")
 
     async def run(
         self,
@@ -196,9 +198,15 @@ class _Machine:
     ) -> ProgramEnd:
         del session  # which is on this machine
         folder, limit = Path(self.folder) / "work", asdict(limits)
-        try:
+        with self._left_by_agent():
             return await run_program(command, folder=folder, env={**self._env, **env}, over=over, **limit)
-        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _left_by_agent() -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
             raise _NoPlaceError(f"the agent has removed its folder: {error}") from error
 
     @staticmethod
@@ -246,6 +254,8 @@ class _Sandboxed:
         """Make a folder ``name`` with an empty ``home`` and what the agent must not have touched."""
         files = _under(name, {"home": None, **factory.judging_files})
         made = await asyncio.to_thread(_archive, files)
+        if len(made) > (most := self._sandbox.limits.file_bytes):
+            raise EnvironmentFailure(f"the files of {factory.judged_by} need {len(made)} bytes; file_bytes is {most}")
         try:
             await self._sandbox.restore(made)
         except OSError as error:
@@ -460,7 +470,8 @@ def _check_end(end: ProgramEnd, session: AgentSession, factory: CommandFactory) 
     if end.how not in ("exited", "stopped"):
         raise _failure("the agent", end, factory)
     if not session.turns:
-        raise _failure("the agent has had no turn of the model, and", end, factory)
+        why = " as its first request needs more than env.max_turns," if session.refused else ""
+        raise _failure(f"the agent has had no turn of the model,{why} and", end, factory)
 
 
 def _failure(who: str, end: ProgramEnd, factory: CommandFactory) -> EnvironmentFailure:
@@ -557,8 +568,11 @@ def _is_script(program: str) -> bool:
     """Check for a file of this machine that an interpreter runs; programs that are found by ``PATH`` are none."""
     if not (program.startswith("/") and _is_file(program)):
         return False
-    with Path(program).open("rb") as file:
-        return file.read(2) == b"#!"
+    try:
+        with Path(program).open("rb") as file:
+            return file.read(4) != b"\x7fELF"  # without #!, a shell runs it as a script
+    except OSError:  # which may be run and not read
+        return False
 
 
 _CAPABILITIES = {

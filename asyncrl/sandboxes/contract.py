@@ -25,6 +25,8 @@ from asyncrl.errors import ConfigError, SandboxError
 _log = logging.getLogger(__name__)
 _LARGEST_COMMAND = 96 << 10
 _LAST_WORDS = 500
+_LIMIT_SIGNALS = frozenset({signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ})
+"""By these a kernel ends what needs too much; a container's memory, by SIGKILL alone."""
 EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that may come from outside; a program itself causes the others."""
 _WRITE = """
@@ -142,7 +144,7 @@ class CheckEnds:
         self._logged: set[str] = set()
 
     def parts(self, end: ProgramEnd) -> dict[str, float]:
-        limited = end.how in ("deadline", "output", "memory")
+        limited = end.how in ("deadline", "output", "memory") or (end.how == "killed" and end.code in _LIMIT_SIGNALS)
         parts = {f"{self._name}_limits": float(limited), f"{self._name}_not_started": float(end.not_started)}
         for part in {part for part, count in parts.items() if count} - self._logged:
             self._logged.add(part)

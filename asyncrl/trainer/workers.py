@@ -367,9 +367,9 @@ class EngineRank(Worker, Generic[EngineT]):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def prepare_snapshots(self) -> None:
         """Get the memory of snapshots, where the engine takes them."""
-        engine = self._held()
-        if isinstance(engine, SnapshotEngine):
-            engine.prepare_snapshots()
+        prepare = getattr(self._held(), "prepare_snapshots", None)
+        if prepare is not None:
+            prepare()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def snapshot(self, folder: Path, model: Path | None = None) -> None:

@@ -385,13 +385,19 @@ class Removals:
 
     def __init__(self) -> None:
         self._due: deque[Callable[[], object]] = deque()  # the first one is under way
+        self._running = False
         self._lock = threading.Lock()
 
     def add(self, remove: Callable[[], object]) -> None:
         with self._lock:
             self._due.append(remove)
-            if len(self._due) == 1:
+            if self._running:
+                return
+            try:
                 threading.Thread(target=self._run, name="removing released weights", daemon=True).start()
+                self._running = True
+            except RuntimeError as error:  # no thread can be started
+                _log.warning("released weights stay for now: %s", error)
 
     def _run(self) -> None:
         more = True
@@ -404,7 +410,7 @@ class Removals:
                 _log.warning("released weights stay: %s", error)
             with self._lock:
                 self._due.popleft()
-                more = bool(self._due)
+                more = self._running = bool(self._due)
 
 
 def remove_in_time(remove: Callable[[], object], *, what: str) -> None:

@@ -106,6 +106,10 @@ def misbehave(manner: str, question: str) -> None:
         sys.exit(3)
     if manner == "removes":
         shutil.rmtree(Path.cwd())
+    if manner == "replaces":
+        above = Path.cwd().parent
+        shutil.rmtree(above)
+        above.write_text("a file")
     if manner == "fills":
         with contextlib.suppress(OSError), Path("big").open("wb", buffering=0) as file:
             while True:

@@ -319,6 +319,16 @@ print(0.25 if len(turns) == 1 and not prepared and "PYTHONNOUSERSITE" in os.envi
     assert trajectory.reward == 0.25
 
 
+async def test_a_judge_whose_files_do_not_fit_in_the_sandbox_is_no_reward(
+    play: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "judge.py").write_text("#" * 2_000_000)
+    monkeypatch.chdir(tmp_path)
+    made = factory_of("prepares", test_command=["python3", "judge.py"], sandbox={"file_bytes": 1 << 20})
+    with pytest.raises(EnvironmentFailure, match=r"the files of test_command need \d+ bytes; file_bytes is 1048576"):
+        await play(made)
+
+
 @pytest.mark.parametrize("sandbox", [None, {}])
 async def test_work_that_crashes_its_test_earns_nothing(
     play: Callable[..., Any], sandbox: dict[str, Any] | None
@@ -361,6 +371,7 @@ async def test_a_test_that_cannot_be_started_is_no_reward(
     ("manner", "sandbox", "text"),
     [
         ("removes", None, "the agent has removed its folder"),
+        ("replaces", None, "the agent has removed its folder"),
         ("fills", {"file_bytes": 1 << 20}, "turns.json cannot be written in the agent's sandbox: .*[Nn]o space"),
     ],
 )

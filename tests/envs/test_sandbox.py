@@ -90,7 +90,13 @@ async def test_a_policy_that_leaves_no_room_for_the_tests_fails_them(tmp_path: P
 
 @pytest.mark.parametrize(
     ("check", "part"),
-    [("no-such-test", "check_not_started"), ("sleep 9", "check_limits"), ("yes", "check_limits"), ("exit 1", "")],
+    [
+        ("no-such-test", "check_not_started"),
+        ("sleep 9", "check_limits"),
+        ("yes", "check_limits"),
+        ("kill -KILL $$", "check_limits"),  # as a container's memory ends it
+        ("exit 1", ""),
+    ],
 )
 async def test_a_check_that_may_say_nothing_of_the_work_is_counted_and_logged(
     tmp_path: Path, check: str, part: str, caplog: pytest.LogCaptureFixture

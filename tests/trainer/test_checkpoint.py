@@ -113,6 +113,23 @@ class ForegroundEngine:
     def close(self) -> None: ...
 
 
+class SnapshotsAlone(ForegroundEngine):
+    """Takes snapshots, and gets no memory for them beforehand."""
+
+    def snapshot(self) -> Any:
+        return "taken"
+
+
+def test_an_engine_with_snapshots_alone_takes_them(tmp_path: Path):
+    worker = TrainerWorker(TrainerSpec(engine=SnapshotsAlone))
+    worker.build("model", {})
+    worker.prepare_snapshots()
+    worker.snapshot(tmp_path / "trainer")
+    assert worker._snapshot == "taken"
+    assert not (tmp_path / "trainer").exists(), "nothing is written in the foreground"
+    worker.close()
+
+
 async def test_an_engine_without_snapshots_writes_before_training_goes_on(tmp_path: Path):
     worker = TrainerWorker(TrainerSpec(engine=ForegroundEngine))
     worker.build("model", {})

@@ -19,6 +19,7 @@ import torch
 from asyncrl.errors import WeightError, WeightMismatchError, WeightVersionError
 from asyncrl.storage import Store
 from asyncrl.weights import TransportSpec, WeightManifest, WeightTransport
+from engines.weights.transport import Removals
 
 Make = Callable[..., WeightTransport]
 
@@ -156,6 +157,19 @@ def test_a_released_version_is_gone_and_the_others_are_not(publisher: WeightTran
     with pytest.raises(WeightError, match=r"version 0 (is not available|was released)"):
         copies(reader, first)
     assert same(copies(reader, second), a_model(1))
+
+
+def test_a_removal_waits_for_the_next_one_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    removals, done = Removals(), [threading.Event() for _ in range(2)]
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        removals.add(done[0].set)
+    assert not done[0].is_set()
+    removals.add(done[1].set)
+    assert all(each.wait(10.0) for each in done)
 
 
 @pytest.mark.parametrize("delta", [False, True])

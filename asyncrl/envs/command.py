@@ -207,7 +207,7 @@ class _Machine:
         try:
             yield
         except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
-            raise _NoPlaceError(f"the agent has removed its folder: {error}") from error
+            raise _NoPlaceError(f"the agent has removed or closed its folder: {error}") from error
 
     @staticmethod
     async def _in_thread(call: Callable[..., object], *given: Any, **more: Any) -> None:
@@ -254,8 +254,6 @@ class _Sandboxed:
         """Make a folder ``name`` with an empty ``home`` and what the agent must not have touched."""
         files = _under(name, {"home": None, **factory.judging_files})
         made = await asyncio.to_thread(_archive, files)
-        if len(made) > (most := self._sandbox.limits.file_bytes):
-            raise EnvironmentFailure(f"the files of {factory.judged_by} need {len(made)} bytes; file_bytes is {most}")
         try:
             await self._sandbox.restore(made)
         except OSError as error:
@@ -570,7 +568,7 @@ def _is_script(program: str) -> bool:
         return False
     try:
         with Path(program).open("rb") as file:
-            return file.read(4) != b"\x7fELF"  # without #!, a shell runs it as a script
+            return b"\0" not in file.read(256)  # by which shells tell scripts, with #! or without
     except OSError:  # which may be run and not read
         return False
 
@@ -663,8 +661,9 @@ class CommandFactory:
         self.judge_starts = not shell and (program.startswith("/") or "/" not in program)
         self.tests = CheckEnds("test")
         if self._sandbox is not None:
-            self._carry(self.command, self.files, "files")
-            self._carry(self.judging_command, self.judging_files, "judging_files")
+            most = self._sandbox[0].file_bytes
+            self._carry(self.command, self.files, "files", most)
+            self._carry(self.judging_command, self.judging_files, "judging_files", most)
         if chosen:
             self.judged_by = chosen[0]  # type: ignore[assignment]
             options |= {"reward": "none"} if tasks == "dataset" else {}
@@ -734,7 +733,7 @@ class CommandFactory:
             raise ConfigError("a sandbox has no network but its session", path=f"{path}.network", remedy="false")
         return limits, NamespacesBackend(require_isolation=require, loopback=True)
 
-    def _carry(self, command: list[str], files: dict[str, Path], placeholder: str) -> None:
+    def _carry(self, command: list[str], files: dict[str, Path], placeholder: str, file_bytes: int) -> None:
         """Note the files of a command that a sandbox does not show, and name them as they will lie in it."""
         visible = [Path(each) for each in visible_paths()]
         for number, part in enumerate(command):
@@ -742,3 +741,8 @@ class CommandFactory:
             if found.is_absolute() and _is_file(str(found)) and not any(map(found.is_relative_to, visible)):
                 name = f"{number}/{found.name}"
                 files[name], command[number] = found.resolve(), f"{{{placeholder}}}/{name}"
+        size = sum(each.stat().st_size for each in files.values())
+        if size > file_bytes:
+            names = ", ".join(map(str, files.values()))
+            text = f"a sandbox holds {file_bytes} bytes of files, and {names} have {size}"
+            raise ConfigError(text, path=f"{_KEY}.sandbox.file_bytes", remedy="more, or smaller files")

@@ -98,6 +98,8 @@ def looks(_question: str) -> None:
 
 
 def misbehave(manner: str, question: str) -> None:
+    if manner == "many":
+        ask([{"role": "user", "content": question}], n=3)
     if manner == "silent":
         sys.exit("no idea")
     if manner != "flood":

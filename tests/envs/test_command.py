@@ -23,7 +23,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.envs.calculator import CalculatorFactory
-from asyncrl.envs.command import CommandFactory, _Sandboxed, filled, run_program
+from asyncrl.envs.command import CommandFactory, _is_script, _Sandboxed, filled, run_program
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RequestAbortedError
 from asyncrl.interfaces import (
     Environment,
@@ -319,14 +319,26 @@ print(0.25 if len(turns) == 1 and not prepared and "PYTHONNOUSERSITE" in os.envi
     assert trajectory.reward == 0.25
 
 
-async def test_a_judge_whose_files_do_not_fit_in_the_sandbox_is_no_reward(
-    play: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_judge_whose_files_do_not_fit_in_the_sandbox_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "judge.py").write_text("#" * 2_000_000)
     monkeypatch.chdir(tmp_path)
-    made = factory_of("prepares", test_command=["python3", "judge.py"], sandbox={"file_bytes": 1 << 20})
-    with pytest.raises(EnvironmentFailure, match=r"the files of test_command need \d+ bytes; file_bytes is 1048576"):
-        await play(made)
+    with pytest.raises(ConfigError, match=r"holds 1048576 bytes of files, and .*judge\.py have 2000000") as told:
+        factory_of("prepares", test_command=["python3", "judge.py"], sandbox={"file_bytes": 1 << 20})
+    assert told.value.path == "env.options.sandbox.file_bytes"
+
+
+async def test_a_first_request_beyond_the_turns_of_an_episode_says_so(play: Callable[..., Any]) -> None:
+    with pytest.raises(EnvironmentFailure, match=r"as its first request needs more than env\.max_turns, and "):
+        await play(factory_of("many"), max_turns=2)
+
+
+def test_scripts_are_told_from_programs_as_shells_do(tmp_path: Path) -> None:
+    for content, script in ((b"#!/bin/sh\n", True), (b"./a-test\n", True), (b"\x7fELF\2\1\1\0", False)):
+        program = tmp_path / "program"
+        program.write_bytes(content)
+        assert _is_script(str(program)) is script
 
 
 @pytest.mark.parametrize("sandbox", [None, {}])
@@ -370,8 +382,8 @@ async def test_a_test_that_cannot_be_started_is_no_reward(
 @pytest.mark.parametrize(
     ("manner", "sandbox", "text"),
     [
-        ("removes", None, "the agent has removed its folder"),
-        ("replaces", None, "the agent has removed its folder"),
+        ("removes", None, "the agent has removed or closed its folder"),
+        ("replaces", None, "the agent has removed or closed its folder"),
         ("fills", {"file_bytes": 1 << 20}, "turns.json cannot be written in the agent's sandbox: .*[Nn]o space"),
     ],
 )

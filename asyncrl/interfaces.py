@@ -581,7 +581,7 @@ class Environment(Protocol):
     def tools(self) -> Sequence[Tool]: ...
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Begin an episode; return the messages of the prompt (system, user, ...)."""
+        """Begin an episode of a task, a copy of its own; return the messages of the prompt (system, user, ...)."""
         ...
 
     async def step(self, reply: Message) -> Step:

@@ -8,6 +8,7 @@ Tokens are never rendered twice: each turn's prompt begins with exactly the ids 
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import json
 import math
@@ -235,8 +236,8 @@ async def run_agent_episode(
     async with _closing(environment, deadline_s=deadline_s, closes_s=closes_s, times=times):
         with _outside(times):
             left_s = _left_s(math.inf, ends_s)
-            returned = await _call(environment.run_agent, task, policy, what="agent", deadline_s=left_s)
-    return _agents_trajectory(returned)
+            returned = await _call(_with_its_own, environment.run_agent, task, policy, what="agent", deadline_s=left_s)
+    return _agents_trajectory(returned, task)
 
 
 class Players:
@@ -527,7 +528,12 @@ async def _reset(environment: Environment, task: Task, *, deadline_s: float, end
         lambda: float(environment.wait_s) if isinstance(environment, EnvironmentWait) else 0.0, what="wait_s"
     )
     left_s = _left_s(deadline_s + wait_s, ends_s)
-    return await _call(environment.reset, task, what="reset", deadline_s=left_s)
+    return await _call(_with_its_own, environment.reset, task, what="reset", deadline_s=left_s)
+
+
+async def _with_its_own(begin: Callable[..., Awaitable[_T]], task: Task, *others: Any) -> _T:
+    """Begin with a copy of the task: an environment may change it, and other episodes begin with the same one."""
+    return await begin(copy.deepcopy(task), *others)
 
 
 async def _replayable(environment: Environment) -> bool:
@@ -624,7 +630,7 @@ def _step(returned: object) -> Step:
         return Step(messages=tuple(messages), reward=reward, done=bool(returned.done), info=info)
 
 
-def _agents_trajectory(returned: object) -> Trajectory:
+def _agents_trajectory(returned: object, task: Task) -> Trajectory:
     if not isinstance(returned, Trajectory):
         raise EnvironmentFailure(f"the environment's agent must return a Trajectory; got {_short(returned)}")
     if not returned.sampled_tokens:
@@ -633,7 +639,7 @@ def _agents_trajectory(returned: object) -> Trajectory:
     for turn in returned.turns:
         _reward(turn.reward, what="agent")
     _check_stored(info, what="agent")
-    return dataclasses.replace(returned, reward=reward, info=info)
+    return dataclasses.replace(returned, task=task, reward=reward, info=info)
 
 
 def _reward(given: object, *, what: str) -> float:

@@ -14,6 +14,7 @@ import fcntl
 import json
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -254,7 +255,7 @@ async def answer_tasks(
         ]
 
     async with asyncio.TaskGroup() as tasks:
-        running = {tasks.create_task(answer(number)) for number, _ in zip(waiting, range(_TASKS_AT_ONCE), strict=False)}
+        running = {tasks.create_task(answer(number)) for number in islice(waiting, _TASKS_AT_ONCE)}
         while running:
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for each in done:

@@ -398,6 +398,29 @@ class Agent:
         self.closed += 1
 
 
+class Deals(EchoEnvironment):
+    """Takes the cards of its task."""
+
+    deterministic = True
+
+    async def reset(self, task: Task) -> list[Message]:
+        return [{"role": "user", "content": task["deck"].pop()}]
+
+    async def run_agent(self, task: Task, policy: EpisodePolicy) -> Trajectory:
+        await self.reset(task)
+        return sampled(task=task)
+
+
+async def test_an_environment_that_changes_its_task_changes_no_other_episode(scratch: ChatRenderer) -> None:
+    task: Task = {"deck": ["ace", "king"]}
+    first, second = [await play(engine_answering(scratch), Deals(), scratch, task) for _ in range(2)]
+    assert first.token_ids == second.token_ids
+    policy: Any = None  # it asks for no turn
+    await replay_episode(Deals(), task, [], deadline_s=5.0)
+    asked = await run_agent_episode(Deals(), task, policy, deadline_s=5.0)
+    assert first.task == second.task == asked.task == task == {"deck": ["ace", "king"]}
+
+
 TURN = Turn(start=1, end=2, finish_reason="stop", message={"role": "assistant", "content": ""})
 
 

@@ -163,17 +163,25 @@ class Numbers:
         return {"number": index}
 
 
-async def test_a_task_that_fails_or_loses_its_replicas_costs_no_other():
-    failures = {1: EnvironmentFailure("ill"), 3: RolloutsLostError("lost")}
-    found = answer_tasks(
-        FailingPool(failures),  # type: ignore[arg-type]
+def answering(pool: Any, tasks: int) -> Any:
+    return answer_tasks(
+        pool,
         Numbers(),  # type: ignore[arg-type]
-        range(5),
+        range(tasks),
         renderer=None,  # type: ignore[arg-type]
         samples=1,
         seed=0,
         sampling={},
     )
-    outcomes = [each async for each in found]
+
+
+async def test_each_of_more_tasks_than_run_at_a_time_is_answered_once():
+    failures: dict[int, Exception] = {number: EnvironmentFailure("ill") for number in range(200)}
+    assert sorted([each.number async for each in answering(FailingPool(failures), 200)]) == [*range(200)]
+
+
+async def test_a_task_that_fails_or_loses_its_replicas_costs_no_other():
+    failures = {1: EnvironmentFailure("ill"), 3: RolloutsLostError("lost")}
+    outcomes = [each async for each in answering(FailingPool(failures), 5)]
     assert len(outcomes) == 5
     assert {each.number: each.failure for each in outcomes if isinstance(each, FailedTask)} == failures

@@ -12,6 +12,7 @@ import concurrent.futures
 import concurrent.futures.thread  # before programs register what has to come first at exit
 import contextlib
 import contextvars
+import functools
 import gc
 import inspect
 import logging
@@ -638,19 +639,24 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 async def in_thread(function: Callable[_P, _T], /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
-    """Run a user's function with :func:`asyncio.to_thread`; raise RuntimeError if it raises StopIteration.
+    """Run a user's function with :func:`asyncio.to_thread`; raise RuntimeError if it raises StopIteration."""
+    return await asyncio.to_thread(_call, function, *arguments, **keywords)
 
-    A future cannot hold a StopIteration, so awaiting it would never end.
+
+async def in_own_thread(function: Callable[_P, _T], /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
+    """As :func:`in_thread`, at once, however many threads are busy: a deadline of the call is the function's alone.
+
+    The thread of a cancelled call is left behind, as by :func:`in_abandonable_thread`.
     """
+    return await in_abandonable_thread(functools.partial(_call, function, *arguments, **keywords))
 
-    def call() -> _T:
-        try:
-            return function(*arguments, **keywords)
-        except StopIteration as error:
-            name = getattr(function, "__qualname__", repr(function))
-            raise RuntimeError(f"{name} raised StopIteration") from error
 
-    return await asyncio.to_thread(call)
+def _call(function: Callable[_P, _T], /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
+    try:
+        return function(*arguments, **keywords)
+    except StopIteration as error:  # a future cannot hold one, so awaiting it would never end
+        name = getattr(function, "__qualname__", repr(function))
+        raise RuntimeError(f"{name} raised StopIteration") from error
 
 
 async def in_abandonable_thread(function: Callable[[], _T], *, hopeless: Callable[[], bool] = lambda: True) -> _T:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,8 @@ from asyncrl.runtime import (
     failure_of_program,
     first_cause,
     in_abandonable_thread,
+    in_own_thread,
+    in_thread,
     run_with_signals,
     shield_until_done,
 )
@@ -304,6 +307,16 @@ def test_a_thread_ends_the_program_with_its_error_after_the_cleanup():
         run_with_signals(wait_for_ever())
     assert closed == [True]
     assert failure_of_program() is None
+
+
+@pytest.mark.parametrize("run", [in_thread, in_own_thread])
+async def test_a_users_function_in_a_thread_gets_its_arguments_and_returns_or_raises(run: Any):
+    assert await run(divmod, 7, 2) == (3, 1)
+    assert await run(dict, function=1, arguments=2) == {"function": 1, "arguments": 2}
+    with pytest.raises(ZeroDivisionError):
+        await run(divmod, 7, 0)
+    with pytest.raises(RuntimeError, match="next raised StopIteration"):
+        await run(next, iter(()))
 
 
 async def test_a_call_that_may_be_abandoned_is_awaited_unless_it_is_hopeless():

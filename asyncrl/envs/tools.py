@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from asyncrl.errors import AsyncRLError, ConfigError, EnvironmentDeadlineError, EnvironmentFailure
 from asyncrl.interfaces import Message, Tool
-from asyncrl.runtime import in_thread
+from asyncrl.runtime import in_own_thread
 
 if TYPE_CHECKING:
     import pydantic
@@ -53,8 +53,8 @@ class PythonTool:
         >>> PythonTool(add).tool.parameters["required"]
         ['a']
 
-    Every parameter must be annotated. A sync function runs in a thread, which a deadline abandons but cannot stop, so a
-    function that may hang should be an ``async def``. The model sees the function's name and the first paragraph of its
+    Every parameter must be annotated. A sync function runs in a thread of its own, which a deadline abandons but cannot stop,
+    so a function that may hang should be an ``async def``. The model sees the function's name and the first paragraph of its
     docstring, unless ``name`` and ``description`` are given. Of what the function raises, ``mistakes`` are the model's
     fault, which it gets as the answer; all else is a failure of the environment.
 
@@ -118,7 +118,7 @@ class PythonTool:
                 if inspect.iscoroutinefunction(self.function):
                     result = await self.function(**keywords)
                 else:
-                    result = await in_thread(self.function, **keywords)
+                    result = await in_own_thread(self.function, **keywords)
             return result if isinstance(result, str) else json.dumps(result)
         except Exception as error:  # a user's function may raise anything
             if isinstance(error, TimeoutError) and deadline is not None and deadline.expired():

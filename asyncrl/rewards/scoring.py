@@ -26,7 +26,7 @@ from typing import Any
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.plugins import Part, is_importable, load_part, part_text
 from asyncrl.rewards.scoring_program import as_value, load_file
-from asyncrl.runtime import in_thread
+from asyncrl.runtime import in_own_thread
 from asyncrl.single_controller.children import children, stopped_among
 
 _log = logging.getLogger(__name__)
@@ -319,9 +319,9 @@ class UserFunction:
     """Calls a user's function with keyword arguments, under a deadline. All calls come from one event loop.
 
     A plain function runs in ``processes`` of :class:`ScoringProcess`, so it may block, set alarms, leak or crash. One
-    that another process cannot import (of a notebook, a closure) runs in threads, which its deadline abandons but
-    cannot stop. An ``async def`` function runs on the event loop and is cancelled at its deadline. Of both kinds
-    ``concurrency`` calls run at a time.
+    that another process cannot import (of a notebook, a closure) runs in threads of its own, which its deadline
+    abandons but cannot stop. An ``async def`` function runs on the event loop and is cancelled at its deadline. Of both
+    kinds ``concurrency`` calls run at a time, beside abandoned ones.
 
     Args:
         function: ``package.module:name``, ``path/to/file.py:name``, or the function. This process imports it, too, to
@@ -400,7 +400,7 @@ class UserFunction:
                     if self._asynchronous:
                         value = await self.function(**arguments)
                     else:
-                        value = await in_thread(self.function, **arguments)
+                        value = await in_own_thread(self.function, **arguments)
             except Exception as error:
                 if isinstance(error, TimeoutError) and deadline.expired():
                     text = f"took longer than its deadline of {self._deadline_s:g} s"

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal, TypedDict
 import pytest
 from pydantic import Field
 
-from asyncrl.envs.tools import PythonTool, Toolbox, in_thread, tool
+from asyncrl.envs.tools import PythonTool, Toolbox, tool
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure
 from asyncrl.foreign import Failures
+from asyncrl.runtime import in_own_thread
 
 
 def call(name: str, arguments: object, call_id: str = "call_0") -> dict[str, object]:
@@ -254,11 +255,27 @@ async def test_a_stop_iteration_of_a_sync_function_is_a_failure() -> None:
     assert isinstance(caught.value.__cause__.__cause__, StopIteration)
 
 
-async def test_in_thread_passes_arguments_and_result() -> None:
-    assert await in_thread(divmod, 7, 2) == (3, 1)
-    assert await in_thread(dict, function=1, arguments=2) == {"function": 1, "arguments": 2}
-    with pytest.raises(ZeroDivisionError):
-        await in_thread(divmod, 7, 0)
+async def test_sync_functions_that_are_left_behind_keep_no_other_from_a_thread() -> None:
+    begun, may_end = threading.Barrier(41), threading.Event()
+
+    @tool
+    def hang() -> None:
+        begun.wait(10)
+        may_end.wait()
+
+    calls = [asyncio.ensure_future(Toolbox([hang], deadline_s=60).answer(call("hang", {}))) for _ in range(40)]
+    await in_own_thread(begun.wait, 10)  # more than the event loop's threads
+    for each in calls:
+        each.cancel()
+    await asyncio.wait(calls)
+    try:
+        assert await PythonTool(len_of).call({"text": "four"}, deadline_s=60) == "4"
+    finally:
+        may_end.set()
+
+
+def len_of(text: str) -> int:
+    return len(text)
 
 
 async def test_constraints_of_annotations_are_checked() -> None:

@@ -21,7 +21,8 @@ from blockbuster import blockbuster_ctx
 from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, RewardError, SchemaError
 from asyncrl.interfaces import RewardModel
-from asyncrl.rewards.scoring import ScoringProcess
+from asyncrl.rewards.scoring import ScoringProcess, UserFunction
+from asyncrl.runtime import in_own_thread
 from asyncrl.single_controller.children import children
 from asyncrl.single_controller.liveness import Liveness
 from engines.reward.function import FunctionReward
@@ -779,6 +780,28 @@ async def test_an_async_function_is_cancelled_at_its_deadline(module: Module) ->
     async with rewarding(function=f"{name}:times_out_itself") as reward:
         with pytest.raises(RewardError, match=r"(?s)raised.*the judge was slow"):
             await reward.score(batch(["a"]))
+
+
+async def test_a_function_of_this_process_runs_in_threads_of_its_own_so_many_at_a_time() -> None:
+    begun, may_end = threading.Barrier(41), threading.Event()
+
+    def hang_or_answer(hang: bool) -> float:
+        if hang:
+            begun.wait(10)
+            may_end.wait()
+        return 1.0
+
+    function = UserFunction(hang_or_answer, deadline_s=60, concurrency=40)
+    calls = [asyncio.ensure_future(function.call({"hang": True})) for _ in range(40)]
+    await in_own_thread(begun.wait, 10)  # more than the event loop's threads
+    for each in calls:
+        each.cancel()
+    await asyncio.wait(calls)
+    try:
+        assert await function.call({"hang": False}) == 1.0
+    finally:
+        may_end.set()
+        await function.close()
 
 
 async def test_a_required_column_that_is_missing_is_named(module: Module) -> None:

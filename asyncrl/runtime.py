@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
@@ -386,7 +387,7 @@ class _Program(Generic[_T]):
         self._main = main
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may come while this thread has it
         self._cancelled = False
         self._failure: Exception | None = None
         self.terminated = False
@@ -579,30 +580,53 @@ class BackgroundProgram(Generic[_T]):
     def _signals(self) -> Iterator[Callable[[], int]]:
         """Have the first SIGINT cancel the program, and SIGTERM too; yield a function that counts interrupts.
 
+        In the main thread only. A signal reaches all programs that are waited for at the time.
+
         An exception may arrive at any line, also between the start of the thread and the first reference to it; then
         nothing would wait for the cleanup. So a signal is a call here, and the second SIGINT an exception.
         """
-        interrupts = 0
-
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            nonlocal interrupts
-            interrupts += 1
-            if interrupts > 1:
-                raise KeyboardInterrupt
-            self._program.cancel()
-
-        def terminate(number: int, frame: FrameType | None) -> None:
-            self._program.terminate()
-
-        handlers = {signal.SIGINT: interrupt, signal.SIGTERM: terminate}
         if threading.current_thread() is not threading.main_thread():
-            handlers = {}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+            yield lambda: 0
+            return
+        watch = _Watch(self._program)
         try:
-            yield lambda: interrupts
+            _watches.add(watch)
+            if not _handlers_before:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    _handlers_before[number] = signal.signal(number, _take)
+            yield lambda: watch.interrupts
         finally:
-            for number, handler in before.items():
+            _watches.discard(watch)
+            while _handlers_before and not _watches:
+                number, handler = _handlers_before.popitem()
                 signal.signal(number, handler or signal.SIG_DFL)
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """One wait for a program, which signals cancel."""
+
+    program: _Program[Any]
+    interrupts: int = 0
+
+
+_watches: set[_Watch] = set()
+"""Those of the main thread. They may end in any order, so all have the same handlers: from the first to the last."""
+
+_handlers_before: dict[signal.Signals, Any] = {}
+
+
+def _take(number: int, frame: FrameType | None) -> None:
+    watches = [*_watches]
+    if number == signal.SIGTERM:
+        for watch in watches:
+            watch.program.terminate()
+        return
+    for watch in watches:
+        watch.interrupts += 1
+        watch.program.cancel()
+    if any(watch.interrupts > 1 for watch in watches):
+        raise KeyboardInterrupt
 
 
 _SIGNALS_S = 0.2

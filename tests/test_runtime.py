@@ -265,6 +265,44 @@ async def test_a_program_is_cancelled_with_what_joins_it(timeout_s: float | None
         program.cancel()
 
 
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+async def test_a_signal_reaches_every_program_that_is_joined_and_none_afterwards(
+    number: signal.Signals, error: type[BaseException]
+):
+    taken: list[int] = []
+    before = signal.signal(number, lambda sent, _frame: taken.append(sent))
+    may_end = threading.Event()
+
+    async def first() -> None:
+        await asyncio.to_thread(may_end.wait)
+
+    programs = [BackgroundProgram(asyncio.Event().wait()).start() for _ in range(2)]
+
+    async def joined(program: BackgroundProgram[Any]) -> str:
+        try:
+            await program.join(60)
+        except error:  # in its task, a KeyboardInterrupt would end the loop, too
+            return "ended"
+        return ""
+
+    try:
+        ends_first = asyncio.ensure_future(BackgroundProgram(first()).start().join())
+        await asyncio.sleep(0)
+        joins = [asyncio.ensure_future(joined(program)) for program in programs]
+        await asyncio.sleep(0)
+        may_end.set()
+        await ends_first
+        os.kill(os.getpid(), number)
+        assert await asyncio.gather(*joins) == ["ended", "ended"]
+        assert taken == []
+        os.kill(os.getpid(), number)
+        assert taken == [number]
+    finally:
+        for program in programs:
+            program.cancel()
+        signal.signal(number, before)
+
+
 def test_of_several_errors_asyncrls_own_is_raised():
     named = EngineError("the engine broke")
     group = BaseExceptionGroup("stages", [ValueError("a consequence"), ExceptionGroup("inner", [named])])

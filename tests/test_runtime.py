@@ -280,7 +280,7 @@ async def test_a_signal_reaches_every_program_that_is_joined_and_none_afterwards
 
     async def joined(program: BackgroundProgram[Any]) -> str:
         try:
-            await program.join(60)
+            await program.join(10)
         except error:  # in its task, a KeyboardInterrupt would end the loop, too
             return "ended"
         return ""

@@ -9,13 +9,17 @@ from __future__ import annotations
 import importlib
 import random
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from asyncrl.envs.calculator import question_messages
 from asyncrl.errors import ConfigError, EnvironmentFailure
 from asyncrl.interfaces import Message, Step, Task, Tool
 from asyncrl.runtime import in_thread
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 _INTEGER = re.compile(r"-?\d+")
 _LONGEST_DEMONSTRATION = 8
@@ -89,7 +93,7 @@ class Actions:
 
 
 class GymnasiumEnvironment:
-    """One episode. Calls of the environment run in threads, one at a time.
+    """One episode. Calls of the environment run in threads, one at a time; one that was left behind ends before it closes.
 
     Args:
         environment: a ``gymnasium.Env``, used for this episode alone.
@@ -119,17 +123,38 @@ class GymnasiumEnvironment:
         self._rendered = rendered
         self._invalid_reward = invalid_reward
         self._mistakes = 0
+        self._busy = threading.Lock()
+        self._to_close = self._closed = False
         spec = environment.spec
         self.deterministic = spec is not None and not spec.nondeterministic
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        return await in_thread(self.reset_here, int(task["seed"]))
+        return await in_thread(self._alone, self.reset_here, int(task["seed"]))
 
     async def step(self, reply: Message) -> Step:
-        return await in_thread(self.step_here, str(reply.get("content") or ""))
+        return await in_thread(self._alone, self.step_here, str(reply.get("content") or ""))
 
     async def close(self) -> None:
-        await in_thread(self._environment.close)
+        self._to_close = True
+        await in_thread(self._close_unless_busy)
+
+    def _alone(self, call: Callable[[_T], _R], given: _T) -> _R:
+        try:
+            with self._busy:
+                return call(given)
+        finally:
+            if self._to_close:
+                self._close_unless_busy()
+
+    def _close_unless_busy(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            return  # the call that runs does it at its end
+        try:
+            if not self._closed:
+                self._closed = True
+                self._environment.close()
+        finally:
+            self._busy.release()
 
     def reset_here(self, seed: int) -> list[Message]:
         """Begin, in this thread."""

@@ -275,6 +275,8 @@ def _answer(
 
     Their rewards are the environment's, or with ``rewarded`` those of ``reward.source``.
     """
+    if tasks is not None and tasks < 1:
+        raise ConfigError(f"--tasks = {tasks}", path="--tasks", remedy="1 or more")
     names = ["max_new_tokens", "max_seq_len", "stop"]
     if sampling.get("temperature"):
         names += ["top_p", "top_k"]

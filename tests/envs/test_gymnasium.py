@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +122,36 @@ async def test_a_reply_without_an_action_is_answered() -> None:
     assert "left, down, right, up" in step.messages[0]["content"]
     assert (await environment.step({"role": "assistant", "content": "DOWN"})).messages[0]["content"] == "4"
     await environment.close()
+
+
+async def test_an_environment_whose_step_was_left_behind_is_closed_when_that_ends() -> None:
+    begun, may_end, closed = threading.Event(), threading.Event(), threading.Event()
+    calls: list[str] = []
+
+    class Slow(Words):
+        def step(self, action: str) -> Any:
+            begun.set()
+            may_end.wait(10)
+            calls.append("step")
+            return super().step(action)
+
+        def close(self) -> None:
+            calls.append("close")
+            closed.set()
+
+    factory = GymnasiumFactory(id="Words-v0")
+    factory._make = Slow
+    environment = factory.make()
+    await environment.reset({"seed": 0})
+    stepping = asyncio.ensure_future(environment.step({"role": "assistant", "content": "on"}))
+    await asyncio.to_thread(begun.wait, 10)
+    stepping.cancel()
+    await environment.close()
+    await environment.close()
+    assert calls == []
+    may_end.set()
+    await asyncio.to_thread(closed.wait, 10)
+    assert calls == ["step", "close"]
 
 
 async def test_texts_token_ids_and_lists_of_actions() -> None:

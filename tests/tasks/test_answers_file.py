@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 import asyncrl.tasks.generate
+from asyncrl.config import Config
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import ConfigError, EnvironmentFailure, InvalidDataError, RolloutsLostError
 from asyncrl.rollout.trajectory import write_records
 from asyncrl.tasks.generate import AnswersFile, FailedTask, answer_tasks, read_answers
+from asyncrl.tasks.run import evaluate, generate
 
 SETTINGS = {"seed": 0, "temperature": 1.0}
 
@@ -142,6 +145,15 @@ def test_a_file_of_something_else_is_told(tmp_path: Path):
     (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "x"}))
     with pytest.raises(ConfigError, match=r"x\.jsonl:1 is not an answer"):
         read_answers(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize("command", [evaluate, generate])
+def test_less_than_one_task_is_refused_before_the_file_is_touched(
+    command: Any, small_config: Callable[..., Config], tmp_path: Path
+):
+    with pytest.raises(ConfigError, match="--tasks = 0"):
+        command(small_config(), tasks=0, out=tmp_path / "answers.jsonl")
+    assert [*tmp_path.glob("answers*")] == []
 
 
 class FailingPool:

@@ -282,8 +282,7 @@ class ModelledDecoder:
 
     def used_until_now(self) -> float:
         """Return the time of the decoding so far in seconds of full speed; a second at half speed counts as 0.5."""
-        self._advance()
-        return self._used_s
+        return self._used_s + self._used_until(asyncio.get_running_loop().time())
 
     async def generate(self, tokens: int) -> Counter[int]:
         """Decode ``tokens`` tokens and return their number by version. Cancelling the call ends the request."""
@@ -324,9 +323,12 @@ class ModelledDecoder:
         now_s = asyncio.get_running_loop().time()
         if self._running:
             self._work += (now_s - self._as_of_s) * self._speed()
-            full_speed = self._saturation if self._saturation < math.inf else 1.0  # number of requests
-            self._used_s += (now_s - self._as_of_s) * min(1.0, self._running / full_speed)
+            self._used_s += self._used_until(now_s)
         self._as_of_s = now_s
+
+    def _used_until(self, now_s: float) -> float:
+        full_speed = self._saturation if self._saturation < math.inf else 1.0  # number of requests
+        return (now_s - self._as_of_s) * self._pace * min(1.0, self._running / full_speed)
 
     def _arm(self) -> None:
         while self._ends and self._ends[0][2].left:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from asyncrl.algorithms import AdvantageEstimator
 from asyncrl.config import Config
+from asyncrl.config.sections import BufferConfig
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.envs.single_turn import SingleTurnFactory
-from asyncrl.errors import AsyncRLError, InvalidDataError
+from asyncrl.errors import AsyncRLError, ConfigError, InvalidDataError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBuffer
 from asyncrl.ledger import Ledger
-from asyncrl.plugins import load_part
+from asyncrl.plugins import load_part, part_text
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.work import sum_totals
 from asyncrl.runtime import first_cause
@@ -45,7 +46,11 @@ from asyncrl.trainer.workers import TrainerGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """A training step: its end, its certificate, and the numbers of ready, pending and overdue groups at its end."""
+    """A training step: its end, its certificate, and the numbers of ready, pending and overdue groups at its end.
+
+    ``waits_s`` are the seconds that the trainer had waited by then, by reason, and ``used_s`` the decoding time of all
+    replicas in seconds of full speed: those of the driver process.
+    """
 
     step: int
     at_s: float
@@ -53,6 +58,8 @@ class SimulatedStep:
     ready: int
     pending: int
     overdue: int
+    waits_s: Mapping[str, float]
+    used_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,11 +73,9 @@ class Simulation:
         dropped: reasons of dropped group_ids.
         scores: oldest and newest version of the tokens of an evaluation, by step; ``unscored`` why a step has none.
         unsaved: why the checkpoint of a step was not written.
-        waits_s: seconds of waiting by stage and reason; of the last driver process, as are the next four.
-        busy_s: seconds of work by stage.
+        busy_s: seconds of work by stage; of the last driver process, as are the next four.
         idle, episodes, work_s, tokens: as in :class:`asyncrl.trainer.report.RunSummary`, the tokens of all processes.
         span_s: seconds from its start to its last step.
-        used_s: decoding time of all replicas in seconds of full speed.
         violations: broken laws; empty for a correct run.
     """
 
@@ -82,14 +87,12 @@ class Simulation:
     scores: dict[int, tuple[int, int]] = field(default_factory=dict)
     unscored: dict[int, str] = field(default_factory=dict)
     unsaved: dict[int, str] = field(default_factory=dict)
-    waits_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     busy_s: Mapping[str, float] = field(default_factory=dict)
     idle: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     episodes: Mapping[str, float] = field(default_factory=dict)
     work_s: Mapping[str, float] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     span_s: float = 0.0
-    used_s: float = 0.0
     violations: list[str] = field(default_factory=list)
 
 
@@ -391,7 +394,6 @@ class _DriverProcess:
 
     def _read_clocks(self) -> None:
         result, timeline = self._run.result, self.driver.timeline
-        result.waits_s = timeline.wait_s()
         result.busy_s = {stage: timeline.busy_s(stage) for stage in timeline.stages}
         result.idle = idle_shares(timeline.process_s(), self._pool.times())
         result.episodes = sum_totals(self._pool.times().values())
@@ -399,7 +401,6 @@ class _DriverProcess:
         journal = self.driver.journal
         result.tokens = {"trained": journal.trained_tokens, "dropped": journal.dropped_tokens}
         result.span_s = self._clock() - self._started_s
-        result.used_s = sum(replica.used_s for replica in (*self._replicas.values(), *self._dead))
 
     def stepped(self, record: StepRecord) -> None:
         """Check that the batch that the trainer received is the one in the driver's record, and obeys the laws."""
@@ -415,6 +416,8 @@ class _DriverProcess:
                 ready=statistics.ready,
                 pending=statistics.pending,
                 overdue=driver.law.overdue,
+                waits_s=driver.timeline.wait_s().get("train", {}),
+                used_s=sum(replica.used_s for replica in (*self._replicas.values(), *self._dead)),
             )
         )
         if record.step == scenario.steps:
@@ -518,7 +521,13 @@ class Forecast:
 
 
 def scenario_of(config: Config) -> Scenario:
-    """Return the run of ``config`` with the durations of its ``[simulation]`` table; at most 300 steps of it."""
+    """Return the run of ``config`` with the durations of its ``[simulation]`` table; at most 300 steps of it.
+
+    On shared devices, memory is handed over in no time.
+
+    Raises:
+        ConfigError: what waits for training is another buffer's, or depends on rewards, which no simulation has.
+    """
     model, trainer = config.simulation, config.trainer
     return Scenario(
         steps=min(config.steps, MOST_STEPS),
@@ -540,8 +549,39 @@ def scenario_of(config: Config) -> Scenario:
         eval_every=config.eval.every if config.eval.tasks else 0,
         eval_tasks=config.eval.tasks,
         eval_replicas=config.eval.replicas,
+        shared_devices="rollout" in config.cluster.colocate,
+        buffer=_simulated_buffer(config.buffer),
         seed=config.seed,
     )
+
+
+_SIMULATED = (
+    "window",
+    "priority",
+    "exponent",
+    "seed",
+    "eviction",
+    "keep_groups",
+    "samples_per_insert",
+    "insert_tolerance",
+)
+
+
+def _simulated_buffer(buffer: BufferConfig) -> dict[str, Any]:
+    """Return the options of the replay buffer that ``buffer`` sets; raise ConfigError for what cannot be simulated."""
+    if buffer.kind not in ("replay", "remote"):
+        text = f"buffer.kind = {part_text(buffer.kind)!r} cannot be simulated"
+        raise ConfigError(text, path="buffer.kind", remedy="simulate replay in its place")
+    given: dict[str, Any] = {"capacity": buffer.capacity_groups, "selection": buffer.selection}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in buffer.options.items():
+        if (name, value) in (("zero_variance", "keep"), ("max_uses", 1)):  # as without it
+            continue
+        if name not in _SIMULATED or value in ("advantage", "lowest_advantage"):
+            text = f"buffer.options.{name} = {value!r} cannot be simulated: rewards and further uses of groups are not"
+            raise ConfigError(text, path=f"buffer.options.{name}", remedy="leave it out of what is simulated")
+        given[name] = value
+    return given
 
 
 def forecast(scenario: Scenario) -> Forecast:
@@ -556,13 +596,16 @@ def forecast(scenario: Scenario) -> Forecast:
     steps = result.steps[len(result.steps) // 3 :]
     span_s = steps[-1].at_s - steps[0].at_s
     certificate = merge(step.certificate for step in steps[1:]) if len(steps) > 1 else steps[0].certificate
-    waits = result.waits_s.get("train", {})
+    per_s = 1 / span_s if span_s else 0.0
+    first, last = steps[0], steps[-1]
     return Forecast(
         scenario=scenario,
         step_s=span_s / max(len(steps) - 1, 1),
-        tokens_per_s=certificate.tokens / span_s if span_s else 0.0,
-        trainer_idle={reason: waited_s / result.span_s for reason, waited_s in waits.items()},
-        replicas_idle=1 - result.used_s / (result.span_s * scenario.replicas),
+        tokens_per_s=certificate.tokens * per_s,
+        trainer_idle={
+            reason: (waited_s - first.waits_s.get(reason, 0.0)) * per_s for reason, waited_s in last.waits_s.items()
+        },
+        replicas_idle=1 - (last.used_s - first.used_s) * per_s / scenario.replicas,
         in_flight=sum(step.pending for step in steps) / len(steps),
         certificate=certificate,
     )
@@ -573,7 +616,13 @@ def search(scenario: Scenario, *, devices: int, trainer_devices: int, bounds: Se
 
     A replica takes one device. The time of an update is ``update_s`` on ``trainer_devices`` ranks, and inversely
     proportional to the number of ranks.
+
+    Raises:
+        ConfigError: replicas and trainer share their devices.
     """
+    if scenario.shared_devices:
+        text = "rollouts and trainer take turns on the same devices: there is no split to search"
+        raise ConfigError(text, path="cluster.colocate", remedy="leave rollout out of it, or use asyncrl simulate")
     forecasts = []
     pinned = scenario.eval_replicas if scenario.eval_every else 0  # which leave one to training
     for ranks in range(1, devices - pinned):

@@ -53,6 +53,40 @@ def test_a_forecast_by_hand(plan: str, capsys: pytest.CaptureFixture[str]):
     overlapped = json.loads(capsys.readouterr().out)
     assert overlapped["step_s"] == pytest.approx(10.0, rel=0.1)
     assert overlapped["replicas_idle"] == pytest.approx(0.0, abs=0.05)
+    assert sum(overlapped["trainer_idle"].values()) == pytest.approx(1 - 5 / overlapped["step_s"])  # of the same steps
+
+
+def test_on_shared_devices_rollouts_and_updates_alternate(plan: str, capsys: pytest.CaptureFixture[str]):
+    shared = [plan, "--cluster.colocate", '["trainer", "rollout"]']
+    assert main(["simulate", *shared, "--json", "--max-staleness", "0"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] == pytest.approx(15.0)
+    assert main(["simulate", *shared, "--json"]) == 0
+    ahead = json.loads(capsys.readouterr().out)
+    assert (1 - ahead["replicas_idle"]) + 5 / ahead["step_s"] <= 1 + 1e-9  # never both
+    assert main(["plan", *shared]) == 2
+    assert "there is no split to search" in capsys.readouterr().err
+
+
+def test_the_buffer_is_the_configurations(plan: str, capsys: pytest.CaptureFixture[str]):
+    # No more groups than a step takes: the next ones begin when a step has released these.
+    assert main(["simulate", plan, "--json", "--buffer.capacity-groups", "4", "--buffer.selection", "freshest"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] == pytest.approx(15.0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (("--buffer.kind", "asyncrl.testing:Buffer"), "buffer.kind = 'asyncrl.testing:Buffer' cannot be simulated"),
+        (("--buffer.options.zero-variance", "drop"), "buffer.options.zero_variance = 'drop' cannot be simulated"),
+        (("--buffer.options.max-uses", "2"), "buffer.options.max_uses = 2 cannot be simulated"),
+        (("--buffer.options.eviction", "lowest_advantage"), "buffer.options.eviction = 'lowest_advantage' cannot be"),
+    ],
+)
+def test_a_buffer_that_cannot_be_simulated_is_refused(
+    plan: str, setting: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["simulate", plan, *setting]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_forecast_as_text(plan: str, capsys: pytest.CaptureFixture[str]):

@@ -121,17 +121,23 @@ def tables_of(config: Section | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_key(tables: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested tables; a table is merged into the one that is there."""
+    """Set a dotted key in nested tables; a table, with keys as they stand, is merged into the one that is there."""
     *path, last = key.split(".")
     for part in path:
         child = tables.get(part)
         tables[part] = child = dict(child) if isinstance(child, Mapping) else {}
         tables = child
+    _merge(tables, last, value)
+
+
+def _merge(tables: dict[str, Any], key: str, value: Any) -> None:
     if isinstance(value, Mapping):
+        before = tables.get(key)
+        tables[key] = table = dict(before) if isinstance(before, Mapping) else {}
         for name, item in value.items():
-            set_key(tables, f"{key.rpartition('.')[2]}.{name}", item)
+            _merge(table, str(name), item)
     else:
-        tables[last] = str(value) if isinstance(value, Path) else value
+        tables[key] = str(value) if isinstance(value, Path) else value
 
 
 DocumentT = TypeVar("DocumentT", bound=Document)

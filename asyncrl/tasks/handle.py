@@ -527,9 +527,15 @@ class Run(Generic[_Result]):
         return pd.DataFrame(lines)
 
     def trajectories(self, *, step: int | None = None, last: int | None = None) -> list[dict[str, Any]]:
-        """Return conversations that were written to read (``telemetry.trajectories_per_step``), oldest first."""
+        """Return conversations that were written to read (``telemetry.trajectories_per_step``), oldest first.
+
+        Raises:
+            ConfigError: ``last`` is less than 0.
+        """
+        if last is not None and last < 0:
+            raise ConfigError(f"last = {last}", path="last", remedy="0 or more")
         lines = [line for line in self._lines("trajectories.jsonl") if step is None or line.get("step") == step]
-        return lines[-last:] if last is not None else lines
+        return lines[len(lines) - min(last, len(lines)) :] if last is not None else lines
 
     def recording(self) -> Recording:
         """Return all rows that it sampled and trained on: queries, replays, forks. Close it after use."""

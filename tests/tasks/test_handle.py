@@ -80,6 +80,15 @@ def test_arguments_are_added_to_a_file_or_a_configuration(tmp_path: Path):
     assert (again.model.path, again.steps, again.trainer) == ("other/model", 2, config.trainer)
 
 
+def test_dots_separate_tables_in_the_name_of_a_setting_alone():
+    config, _ = python_config(
+        model="m",
+        env={"name": "dataset", "options": {"files": "a.jsonl", "rewards": {"math.v2": "math", "code": "exact"}}},
+        settings={"steps": 1, "env.options.rewards": {"code": "code"}},
+    )
+    assert config.env.options["rewards"] == {"math.v2": "math", "code": "code"}
+
+
 def test_wrong_settings_are_refused_as_in_a_file():
     with pytest.raises(ConfigError, match=r"did you mean trainer\.lr"):
         python_config(model="m", env="calculator", settings={"steps": 1, "trainer.lrr": 0.1})
@@ -249,7 +258,9 @@ def test_a_closure_rewards_rows_by_their_columns_and_the_handle_shows_the_run(tm
     assert (summary.steps, run.state, run.step) == (2, "finished", 2)
     assert run.summary == summary
     assert "training steps" in run.report()
-    assert len(run.trajectories(last=1)) == 1
+    assert (len(run.trajectories(last=1)), run.trajectories(last=0)) == (1, [])
+    with pytest.raises(ConfigError, match="last = -1"):
+        run.trajectories(last=-1)
     described = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     assert {name for name in [*run][-1] if name.startswith("train/") and "_staleness_" not in name} <= set(
         re.findall(r"`(train/\w+)`", described)

@@ -7,8 +7,9 @@ import asyncio
 import threading
 import webbrowser
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from asyncrl.cli.output import show
 
@@ -26,15 +27,28 @@ def page_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     async def serve() -> None:
         async with _serving(namespace.folder, namespace.host, namespace.port) as url:
             show(f"{url}\nCtrl-C ends it")
-            if namespace.open:
-                await asyncio.to_thread(webbrowser.open, url)
-            await asyncio.Event().wait()
+            with _redirect(url) if namespace.open else nullcontext() as address:
+                if address is not None:
+                    await asyncio.to_thread(webbrowser.open, address)
+                await asyncio.Event().wait()
 
     try:
         asyncio.run(serve())
     except KeyboardInterrupt:
         return 0
     return 0
+
+
+@contextmanager
+def _redirect(url: str) -> Iterator[str]:
+    """Yield the address of a file that leads to ``url``; only this user may read it, but all users a browser's command.
+
+    It is removed at the end of the block.
+    """
+    with NamedTemporaryFile("w", prefix="asyncrl-page-", suffix=".html") as file:
+        file.write(f'<meta http-equiv="refresh" content="0;url={url}">')
+        file.flush()
+        yield Path(file.name).as_uri()
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class Actions:
 
 
 class GymnasiumEnvironment:
-    """One episode. Calls of the environment run in threads, one at a time; one that was left behind ends before it closes.
+    """One episode. Calls of the environment run in threads, one at a time, and it closes behind the last of them.
 
     Args:
         environment: a ``gymnasium.Env``, used for this episode alone.

@@ -53,10 +53,10 @@ class PythonTool:
         >>> PythonTool(add).tool.parameters["required"]
         ['a']
 
-    Every parameter must be annotated. A sync function runs in a thread of its own, which a deadline abandons but cannot stop,
-    so a function that may hang should be an ``async def``. The model sees the function's name and the first paragraph of its
-    docstring, unless ``name`` and ``description`` are given. Of what the function raises, ``mistakes`` are the model's
-    fault, which it gets as the answer; all else is a failure of the environment.
+    Every parameter must be annotated. A sync function runs in a thread of its own, which a deadline abandons but cannot
+    stop, so a function that may hang should be an ``async def``. The model sees the function's name and the first
+    paragraph of its docstring, unless ``name`` and ``description`` are given. Of what the function raises, ``mistakes``
+    are the model's fault, which it gets as the answer; all else is a failure of the environment.
 
     Raises:
         ConfigError: a parameter has no annotation, cannot be passed by name, or has no JSON schema.

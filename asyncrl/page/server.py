@@ -149,7 +149,8 @@ class PageServer:
         if "token" not in request.query:
             return await self._static("index.html")(request)
         response = web.Response(status=302, headers={"Location": "/"})
-        response.set_cookie(self._cookie, self.token, httponly=True, samesite="Strict", path="/")
+        # Lax: a browser that is led here by a file (cli/page.py) would leave a Strict one out of the next request.
+        response.set_cookie(self._cookie, self.token, httponly=True, samesite="Lax", path="/")
         return response
 
     def _static(self, name: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:

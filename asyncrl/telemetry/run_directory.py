@@ -230,11 +230,12 @@ OWN = ("asyncrl", "engines", "buffers")
 
 
 @contextlib.contextmanager
-def open_log(path: Path, *, level: int = logging.INFO, show: Callable[[str], None] | None = None) -> Iterator[None]:
+def open_log(path: Path, *, show: Callable[[str], None] | None = None) -> Iterator[None]:
     """Append log records to ``path`` inside the ``with`` block; ``show`` gets the first line of each own warning.
 
     Records are queued and written by a thread, so logging never blocks an event loop. Handlers that the program has
-    installed itself keep working; levels are put back at the end.
+    installed itself keep working; levels are put back when no log is open any more. A log has the records of the whole
+    process: those of runs that overlap are in each other's.
     """
     file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s", "%F %T"))
@@ -242,9 +243,12 @@ def open_log(path: Path, *, level: int = logging.INFO, show: Callable[[str], Non
     handler = logging.handlers.QueueHandler(records)
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.partition(".")[0] in OWN)
     listener = logging.handlers.QueueListener(records, file, *([_Shown(show)] if show is not None else []))
-    before = {name: logging.getLogger(name).level for name in OWN}
-    for name in OWN:
-        logging.getLogger(name).setLevel(level)
+    with _levels:
+        if not _open:
+            _levels_before.update((name, logging.getLogger(name).level) for name in OWN)
+            for name in OWN:
+                logging.getLogger(name).setLevel(logging.INFO)
+        _open.add(handler)
     listener.start()
     logging.getLogger().addHandler(handler)
     try:
@@ -253,8 +257,16 @@ def open_log(path: Path, *, level: int = logging.INFO, show: Callable[[str], Non
         logging.getLogger().removeHandler(handler)
         listener.stop()
         file.close()
-        for name, old in before.items():
-            logging.getLogger(name).setLevel(old)
+        with _levels:
+            _open.remove(handler)
+            if not _open:
+                for name, level in _levels_before.items():
+                    logging.getLogger(name).setLevel(level)
+
+
+_levels = threading.Lock()
+_levels_before: dict[str, int] = {}
+_open: set[logging.Handler] = set()
 
 
 class _Shown(logging.Handler):

@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from asyncrl.errors import AsyncRLError, ConfigError, InfrastructureError
 
 _NAME = "control.sock"
@@ -56,12 +58,16 @@ def give_order(folder: Path, order: str, **arguments: Any) -> None:
 
     Raises:
         InfrastructureError: the run takes no orders: it is starting or ending, or has ended.
-        ConfigError: it refused, or the order is too long.
+        ConfigError: it refused, or the order is too long, or no plain data.
     """
-    line = json.dumps({"order": order, **arguments}).encode() + b"\n"
+    key, remedy = str(arguments.get("key", "")), "stop the run, and resume it with another configuration"
+    try:
+        line = json.dumps({"order": order, **arguments}, default=_number).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        text = f"{key} = {arguments.get('value')!r:.100} cannot be sent to a run: {error}"
+        raise ConfigError(text, path=key, remedy=f"name a function as package.module:name, or {remedy}") from None
     if len(line) > _MOST_BYTES:
-        remedy = "stop the run, and resume it with another configuration"
-        raise ConfigError(f"{_TOO_LONG}, and this one {len(line)}", path=str(arguments.get("key", "")), remedy=remedy)
+        raise ConfigError(f"{_TOO_LONG}, and this one {len(line)}", path=key, remedy=remedy)
     try:
         with _address(folder) as address, socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_ANSWER_S)
@@ -74,6 +80,12 @@ def give_order(folder: Path, order: str, **arguments: Any) -> None:
         raise InfrastructureError(f"{folder} takes no orders now: a run does while it trains")
     if "error" in answer:
         raise ConfigError(str(answer["error"]), path=str(answer.get("path", "")), remedy=str(answer.get("remedy", "")))
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} is no plain data")
 
 
 def _bind(folder: Path) -> socket.socket:

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+from asyncrl.cli.page import _redirect
 from asyncrl.telemetry import RunDirectory, Timeline
 from asyncrl.trainer.report import Doing, RunStatus, Waiting, write_status
 
@@ -175,6 +176,14 @@ def browser():
         started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield started
         started.close()
+
+
+def test_a_file_that_leads_to_the_address_opens_the_page(browser, address):
+    with _redirect(address) as file:
+        page = browser.new_page()
+        page.goto(file)
+        page.wait_for_selector("main h1")
+        page.close()
 
 
 @pytest.fixture(params=[(size, scheme) for size in SIZES for scheme in ("light", "dark")], ids=str)

@@ -36,6 +36,19 @@ def test_everything_is_put_back(tmp_path):
     assert "in both" in (tmp_path / "b.log").read_text()
 
 
+def test_logs_that_overlap_have_their_records_to_the_end_whichever_ends_first(tmp_path):
+    own = logging.getLogger("asyncrl")
+    before = own.level
+    first, second = open_log(tmp_path / "a.log"), open_log(tmp_path / "b.log")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    own.info("late")
+    second.__exit__(None, None, None)
+    assert "late" in (tmp_path / "b.log").read_text()
+    assert own.level == before
+
+
 async def test_logging_does_not_block_the_event_loop(tmp_path):
     from blockbuster import blockbuster_ctx
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from asyncrl.config.file import set_key
@@ -36,6 +37,18 @@ async def test_an_order_that_is_none_is_answered_with_an_error(tmp_path: Path, l
         assert json.loads(await asyncio.wait_for(reader.readline(), 5))["error"]
         writer.close()
     assert tables == {}
+
+
+async def test_a_number_of_numpy_is_sent_as_one(tmp_path: Path) -> None:
+    tables: dict[str, object] = {}
+    async with listening(tmp_path, {"set": lambda key, value: set_key(tables, key, value)}):
+        await asyncio.to_thread(give_order, tmp_path, "set", key="trainer.lr", value=np.float32(0.5))
+    assert tables == {"trainer": {"lr": 0.5}}
+
+
+def test_what_is_no_plain_data_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)algorithm.loss = <function .* no plain data.* as package\.module:name"):
+        give_order(tmp_path, "set", key="algorithm.loss", value=lambda rows: rows)
 
 
 def test_an_order_that_is_too_long_is_refused_before_it_is_sent(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import concurrent.futures
 import concurrent.futures.thread  # before programs register what has to come first at exit
 import contextlib
 import contextvars
-import functools
 import gc
 import inspect
 import logging
@@ -672,7 +671,7 @@ async def in_own_thread(function: Callable[_P, _T], /, *arguments: _P.args, **ke
 
     The thread of a cancelled call is left behind, as by :func:`in_abandonable_thread`.
     """
-    return await in_abandonable_thread(functools.partial(_call, function, *arguments, **keywords))
+    return await in_abandonable_thread(lambda: _call(function, *arguments, **keywords))
 
 
 def _call(function: Callable[_P, _T], /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:

@@ -73,7 +73,7 @@ class Simulation:
         dropped: reasons of dropped group_ids.
         scores: oldest and newest version of the tokens of an evaluation, by step; ``unscored`` why a step has none.
         unsaved: why the checkpoint of a step was not written.
-        busy_s: seconds of work by stage; of the last driver process, as are the next four.
+        busy_s: seconds of work by stage; of the last driver process, as are the next three.
         idle, episodes, work_s, tokens: as in :class:`asyncrl.trainer.report.RunSummary`, the tokens of all processes.
         span_s: seconds from its start to its last step.
         violations: broken laws; empty for a correct run.

@@ -440,8 +440,10 @@ class HurtRun:
         """Return a witness if the life ended by name because of another kill, shortly before or after this one."""
         for other in self.kills:
             together = other.lives == kill.lives and -TOGETHER_S <= kill.at - other.at <= END_S and other is not kill
-            if together and other.witness.startswith("error: ") and self.lives > kill.lives:
-                return f"the life had ended by then: {other.witness}"[:500]
+            if together and self.lives > kill.lives:
+                error = re.search("^error: .*$", _text(self.output)[other.said.get(self.output, 0) :], re.MULTILINE)
+                if error and re.search(rf"\b{re.escape(other.what)}\b", error.group(0)):
+                    return f"the life had ended by then: {error.group(0)}"[:500]
         return ""
 
     def _last_words(self) -> str:

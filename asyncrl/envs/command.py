@@ -104,7 +104,7 @@ async def run_program(
     loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
     with ours:
-        with theirs:
+        with theirs, children.starting(f"agent {command[0]}"):
             keeper = [sys.executable, "-I", "-S", scoring_program.__file__, str(theirs.fileno())]
             transport, outputs = await loop.subprocess_exec(
                 lambda: _Outputs(output_bytes, over),

@@ -174,15 +174,15 @@ class ScoringProcess:
         if "error" in reply:
             raise RewardError(f"its module could not be imported\n{reply['error']}")
 
-    @staticmethod
-    def _open(descriptor: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(  # noqa: S603  # our own interpreter and program
-            # -P: the program's own folder must not shadow the user's modules.
-            [sys.executable, "-P", str(_PROGRAM), str(descriptor)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(descriptor,),
-            start_new_session=True,
-        )
+    def _open(self, descriptor: int) -> subprocess.Popen[bytes]:
+        with children.starting(f"a scoring process of {self._function}"):
+            return subprocess.Popen(  # noqa: S603  # our own interpreter and program
+                # -P: the program's own folder must not shadow the user's modules.
+                [sys.executable, "-P", str(_PROGRAM), str(descriptor)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(descriptor,),
+                start_new_session=True,
+            )
 
     def _watch(self) -> None:
         assert self._process is not None

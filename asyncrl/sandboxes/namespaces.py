@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.runtime import shield_until_done
 from asyncrl.sandboxes.contract import How, Isolation, ProgramEnd, Sandbox, SandboxLimits, as_failure, unstartable
+from asyncrl.single_controller.children import children
 
 _PROGRAM = Path(__file__).with_name("namespaces_program.py")
 _ANSWER_S = 10.0
@@ -104,7 +105,7 @@ class NamespacesSandbox(Sandbox):
         command = [sys.executable, "-I", "-S", str(_PROGRAM), json.dumps(spec), str(theirs.fileno())]
         nothing = asyncio.subprocess.DEVNULL
         try:
-            with theirs:
+            with theirs, children.starting("a sandbox"):
                 process = await asyncio.create_subprocess_exec(
                     *command,
                     stdin=nothing,

@@ -6,7 +6,8 @@
 
 Engines and reward functions run in processes of their own, which are busy for as long as they like: whether they are
 stopped is asked of the kernel, not of them, so that no long computation is taken for a freeze. A process is watched
-together with all that it has started. What follows is what follows a death: its owner sees its end.
+together with all that it has started. What follows is what follows a death: its owner sees its end. One that is stopped
+between fork and exec has no owner yet, who waits for it without end: :meth:`ChildWatch.starting` watches it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,16 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
     return state.decode(), int(parent)
 
 
+def _forked() -> list[int]:
+    """Return the children of this process that have not begun a program of their own."""
+    own, found = Path("/proc/self/cmdline").read_bytes(), []
+    for pid in _children(os.getpid()):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes() == own:
+                found.append(pid)
+    return found
+
+
 def _children(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):  # it has ended, or the kernel does not list them
@@ -87,6 +98,9 @@ class ChildWatch:
         self._kills: dict[int, Callable[[int], None]] = {}
         self._named: set[int] = set()
         self._killed: set[int] = set()
+        self._starting: list[str] = []
+        self._unborn: set[int] = set()
+        """Those of the watched that have no owner yet."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -106,9 +120,8 @@ class ChildWatch:
         """Watch a child until :meth:`remove`; ``kill`` ends it, without blocking, if it is or has a stopped process."""
         with self._changed:
             self._names[pid], self._kills[pid] = name, kill
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="watching children", daemon=True)
-                self._thread.start()
+            self._unborn.discard(pid)
+            self._look_on()
 
     def remove(self, pid: int) -> None:
         """Watch this process no longer. Idempotent."""
@@ -118,6 +131,7 @@ class ChildWatch:
             self._silence.answered(pid)
             self._named.discard(pid)
             self._killed.discard(pid)
+            self._unborn.discard(pid)
 
     @contextmanager
     def watching(self, pid: int, name: str) -> Generator[None]:
@@ -128,13 +142,36 @@ class ChildWatch:
         finally:
             self.remove(pid)
 
+    @contextmanager
+    def starting(self, name: str) -> Generator[None]:
+        """Watch, during the block that starts a process, what this one forks until it runs its program."""
+        with self._changed:
+            self._starting.append(name)
+            self._look_on()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._starting.remove(name)
+                for pid in () if self._starting else [*self._unborn]:
+                    self.remove(pid)
+
+    def _look_on(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="watching children", daemon=True)
+            self._thread.start()
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._names:
+                if not self._names and not self._starting:
                     self._thread = None
                     return
                 self._changed.wait(self._silence.liveness.every_s)
+                if self._starting:
+                    for pid in {*_forked()} - {*self._names}:
+                        self.add(pid, f"process {pid}, which was to be {' or '.join(self._starting)},")
+                        self._unborn.add(pid)
                 pids = list(self._names)
             for pid in pids:
                 try:

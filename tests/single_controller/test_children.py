@@ -100,6 +100,18 @@ def test_one_that_goes_on_is_left_alone(parent, caplog: pytest.LogCaptureFixture
     assert process.poll() is None
 
 
+def test_one_that_is_stopped_before_its_program_begins_is_killed(caplog: pytest.LogCaptureFixture):
+    watch = ChildWatch(SOON)
+    with watch.starting("an engine"):
+        pid = os.fork()
+        if pid == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert f"process {pid}, which was to be an engine, has been stopped for 0 s: it is killed" in caplog.text
+    assert watch.names == []
+
+
 def test_times_can_change_while_a_process_is_stopped(parent):
     process, _ = parent
     watch = ChildWatch(Liveness(every_s=30, named_after_s=60, ended_after_s=90))

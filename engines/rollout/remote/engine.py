@@ -170,7 +170,7 @@ class RemoteEngine:
 
     async def _connect(self) -> _Connection:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
+        with theirs, children.starting(f"the process of {self._name}"):
             process = await self._start_process(theirs.fileno())
         children.add(process.pid, f"the process {process.pid} of {self._name}")
         reader, writer = await asyncio.open_unix_connection(sock=ours)

@@ -498,6 +498,28 @@ async def test_an_idle_process_that_is_stopped_is_replaced(module: Module) -> No
 
 
 @linux
+@pytest.mark.usefixtures("watched_closely")
+async def test_a_process_that_is_stopped_before_its_program_begins_is_replaced(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = module("""
+        def reward(token_ids):
+            return 1.0
+        """)
+    first, started = [True], subprocess.Popen
+
+    def stopped_at_first(*arguments: Any, **keywords: Any) -> subprocess.Popen[bytes]:
+        stop = (lambda: os.kill(os.getpid(), signal.SIGSTOP)) if first.pop() else None
+        first.append(False)
+        return started(*arguments, preexec_fn=stop, **keywords)
+
+    monkeypatch.setattr("asyncrl.rewards.scoring.subprocess.Popen", stopped_at_first)
+    process = ScoringProcess(f"{name}:reward", start_deadline_s=60)
+    assert await process.call({"token_ids": []}, deadline_s=30) == 1.0
+    await process.close()
+
+
+@linux
 async def test_a_death_right_after_the_answer_is_logged(module: Module, caplog: pytest.LogCaptureFixture) -> None:
     name = module("""
         def reward(token_ids):

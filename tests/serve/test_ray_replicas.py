@@ -75,7 +75,7 @@ async def test_a_second_ctrl_c_ends_a_join_that_waits_for_its_replicas(monkeypat
         return node
 
     monkeypatch.setattr(serving, "_start_node", start_node)
-    joining = asyncio.ensure_future(serving._join(cast("Any", pool), replicas=2, cpus=1.0))
+    joining = asyncio.ensure_future(serving._join(cast("Any", pool), replicas=2, cpus=1.0, gpus=None))
     for _ in range(2):
         await until_asked(pool, "/replicas")
     await asyncio.sleep(0)
@@ -102,7 +102,7 @@ async def test_a_signal_ends_a_join_that_has_not_joined_yet(
 
     async def join() -> None:
         with pytest.raises(ending):
-            await serving._join(cast("Any", pool), replicas=2, cpus=1.0)
+            await serving._join(cast("Any", pool), replicas=2, cpus=1.0, gpus=None)
 
     joining = asyncio.ensure_future(join())
     await starting.wait()

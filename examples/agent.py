@@ -115,7 +115,8 @@ async def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = model if model is not None else await asyncio.to_thread(make_model, folder, steps=warm_steps)
-        device = f"cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"  # replicas get the first
+        last = torch.cuda.device_count() - 1  # replicas get the first ones
+        device = "cpu" if last < 0 else f"cuda:{last}"
         trainer = await asyncio.to_thread(FSDPEngine, path, objective=PolicyObjective(), lr=lr, device=device)
         seen: set[Path] = set()
         async with (

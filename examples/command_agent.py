@@ -3,8 +3,10 @@ r"""An agent that was not written for training: OpenAI's client, a calculator, a
     pip install openai
     asyncrl train examples/command_agent.toml
 
-starts it for every episode, with the address of its session in OPENAI_BASE_URL. It runs against any other model, too:
+starts it for every episode, with the address of its session in OPENAI_BASE_URL. It runs against any other model, too,
+under the name that it asks for:
 
+    asyncrl serve MODEL --model-name gpt-5
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python examples/command_agent.py "12+34"
 """
 

@@ -30,6 +30,9 @@ _ACTIONS = {
 }
 
 
+GPUS_OF_A_REPLICA = "for each replica, also a fraction (what its engine takes, where there are GPUs)"
+
+
 def add_pool_options(parser: argparse.ArgumentParser) -> None:
     actions = "; ".join(f"{action}: {text}" for action, text in _ACTIONS.items())
     parser.add_argument("action", choices=tuple(_ACTIONS), metavar="ACTION", help=actions)
@@ -38,6 +41,7 @@ def add_pool_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--control", default="", metavar="ADDRESS", help="its control socket, or http://HOST:PORT")
     parser.add_argument("--control-key-file", type=Path, metavar="F", help="for the latter; else ASYNCRL_CONTROL_KEY")
     parser.add_argument("--on", default="", metavar="RESOURCE", help="of add: a custom resource of Ray nodes")
+    parser.add_argument("--gpus", type=float, metavar="N", help=f"of add --on, {GPUS_OF_A_REPLICA}")
     parser.add_argument("--mode", choices=("keep", "abort", "drain"), default="keep", help="of pause (keep)")
     parser.add_argument("--adapter", metavar="NAME", help="of swap: the model's name for an adapter (the folder's)")
     parser.add_argument("--version-number", type=int, metavar="V", help="of the weights to swap in (the next)")
@@ -103,7 +107,7 @@ def _request(namespace: argparse.Namespace) -> tuple[str, str, Any]:
         case "resume":
             return "POST", "/resume", None
         case "add":
-            return "POST", "/replicas", {"name": name, "resource": namespace.on}
+            return "POST", "/replicas", {"name": name, "resource": namespace.on, "gpus": namespace.gpus}
         case "drain":
             return "POST", "/replicas/drain", {"name": name}
         case _:

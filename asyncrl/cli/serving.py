@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.cli.output import INTERRUPTED, show, show_status
-from asyncrl.cli.pool import control_key
+from asyncrl.cli.pool import GPUS_OF_A_REPLICA, control_key
 from asyncrl.errors import ConfigError, InfrastructureError, ResourceError
 from asyncrl.plugins import part_path
 from asyncrl.runtime import Terminated, shield_until_done
@@ -41,10 +41,10 @@ def join_command(namespace: argparse.Namespace) -> int:
     if namespace.follow is not None:
         raise ConfigError("--join takes no --follow: replicas get the pool's weights", path="join")
     client = ControlClient(namespace.join, key=control_key(namespace.control_key_file))
-    return asyncio.run(_join(client, replicas=namespace.replicas, cpus=namespace.join_cpus))
+    return asyncio.run(_join(client, replicas=namespace.replicas, cpus=namespace.join_cpus, gpus=namespace.join_gpus))
 
 
-async def _join(client: ControlClient, *, replicas: int, cpus: float) -> int:
+async def _join(client: ControlClient, *, replicas: int, cpus: float, gpus: float | None) -> int:
     loop = asyncio.get_running_loop()
     this = asyncio.current_task()
     assert this is not None
@@ -76,7 +76,7 @@ async def _join(client: ControlClient, *, replicas: int, cpus: float) -> int:
         ended = asyncio.ensure_future(node.wait())
         stop = asyncio.ensure_future(stop_requested.wait())
         for name in names:
-            await client.ask("POST", "/replicas", {"name": name, "resource": resource})
+            await client.ask("POST", "/replicas", {"name": name, "resource": resource, "gpus": gpus})
             stack.push_async_callback(_drain, client, name, stop_forced)
             show(f"replica {name} joins; it serves when it holds the current weights (asyncrl pool ps)")
         joined = True
@@ -163,6 +163,7 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
         "--join", metavar="ADDRESS", help="add this machine's replicas to the pool with its control plane there"
     )
     parser.add_argument("--join-cpus", type=float, default=1.0, metavar="N", help="of --join, for each replica (1)")
+    parser.add_argument("--join-gpus", type=float, metavar="N", help=f"of --join, {GPUS_OF_A_REPLICA}")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need keys")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="port to listen on (8000); 0 takes any")
     parser.add_argument("--api-key-file", type=Path, metavar="F", help="keys of users; else ASYNCRL_API_KEY")

@@ -250,7 +250,7 @@ class RolloutConfig(Section):
     engine: Part = "transformers"
     """Rollout engine: an installed name, or `package.module:Engine`."""
     options: Table = Field(default_factory=dict)
-    """Arguments of the engine."""
+    """Arguments of the engine, as `{max_running_requests = 256}` (see docs/engines.md)."""
     python: FilePath | None = None
     """Python interpreter of the engine's own process, as made by `asyncrl engine install vllm`; none: this one."""
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1

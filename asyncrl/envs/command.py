@@ -52,7 +52,8 @@ _GRACE_S = 5.0
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh", "env", "timeout", "xargs")
 """Programs that end with status 126 or 127 for a command that they cannot start."""
 _LAST_WORDS = 500
-_MOST_SANDBOXES = 4096
+_PER_CORE = 4
+"""Episodes at a time: most of them wait for the model."""
 _SANDBOX: Mapping[str, Any] = {"memory_bytes": 4 << 30, "file_bytes": 256 << 20, "files": 1024, "children": 256}
 """Limits of a sandbox for an agent, where they are not given; time and output are the agent's."""
 
@@ -343,9 +344,10 @@ class CommandEnvironment:
         self._judge = judge
 
     async def run_agent(self, task: Task, policy: EpisodePolicy) -> Trajectory:
-        messages = await self._asked("reset", self._judge.reset(task))
-        async with self._factory.place() as place:
-            return await self._run(task, messages, policy, place)
+        async with self._factory.running:
+            messages = await self._asked("reset", self._judge.reset(task))
+            async with self._factory.place() as place:
+                return await self._run(task, messages, policy, place)
 
     async def close(self) -> None:
         await self._judge.close()
@@ -601,6 +603,8 @@ class CommandFactory:
         deadline_s: for the program, from its start to its end; likewise for what judges it, and for ``tasks`` to pose
             the task and to judge the last message.
         output_bytes: of each of its two outputs.
+        concurrency: episodes at a time in one rollout worker, by default four for each core of the machine; further
+            ones wait, and no deadline of this environment has begun.
         sandbox: limits of a sandbox of this machine in which it runs, and what judges it
             (:class:`~asyncrl.sandboxes.contract.SandboxLimits`), perhaps with ``require_isolation``. The program then
             reaches its session, and nothing else. An empty table takes the defaults; None runs it as this user.
@@ -622,6 +626,7 @@ class CommandFactory:
         copy: str | None = None,
         deadline_s: float = 600.0,
         output_bytes: int = 16 << 20,
+        concurrency: int | None = None,
         sandbox: Mapping[str, Any] | None = None,
         seed: int = 0,
         **options: Any,
@@ -637,6 +642,10 @@ class CommandFactory:
         for name, limit in (("deadline_s", deadline_s), ("output_bytes", output_bytes)):
             if not (limit > 0 and math.isfinite(limit)):
                 raise ConfigError(f"{name} is {limit}", path=f"{_KEY}.{name}", remedy="a positive number")
+        if concurrency is None:
+            concurrency = _PER_CORE * (os.cpu_count() or 1)
+        if concurrency < 1:
+            raise ConfigError(f"concurrency is {concurrency}", path=f"{_KEY}.concurrency", remedy="1 or more")
         if copy is not None and not Path(copy).is_dir():
             raise ConfigError(f"copy = {copy!r}: no such folder", path=f"{_KEY}.copy", remedy="check the path")
         self.command = _absolute(command)
@@ -645,6 +654,8 @@ class CommandFactory:
         self.copy = Path(copy).absolute() if copy is not None else None
         self.enforce_forms = enforce_forms
         self.limits = _Limits(deadline_s=deadline_s, output_bytes=output_bytes)
+        self.running = asyncio.Semaphore(concurrency)
+        self._concurrency = concurrency
         self._env = dict(env or {})
         self._sandboxes: SandboxPool | None = None
         self._sandbox = None if sandbox is None else self._sandbox_options(sandbox)
@@ -703,7 +714,8 @@ class CommandFactory:
             if self._sandboxes is None:  # which needs a running loop
                 limits, backend = self._sandbox
                 lease_s = 2 * self.limits.deadline_s + 60.0
-                self._sandboxes = SandboxPool(backend, limits, most=_MOST_SANDBOXES, warm=8, lease_s=lease_s)
+                most, warm = self._concurrency, min(8, self._concurrency)
+                self._sandboxes = SandboxPool(backend, limits, most=most, warm=warm, lease_s=lease_s)
             async with self._sandboxes.lease(timeout_s=self.limits.deadline_s) as sandbox:
                 assert isinstance(sandbox, NamespacesSandbox)
                 yield _Sandboxed(sandbox)

@@ -65,7 +65,8 @@ class ServerState:
         capture: where the trajectories of rewarded sessions go; None refuses rewards.
         weights: updates the weights; None refuses updates.
         follower: updates them to what a run announces; other updates are refused then.
-        new_replica: makes the engine of a replica that an operator adds; None refuses that.
+        new_replica: returns what makes the engine of the replica with a name, which an operator adds, or a
+            ResourceError; None refuses that.
         ray_replicas: makes replicas on other machines; None refuses that.
         choices_by_request: number of choices of the running requests, by request id: 0 until they are sent to the pool.
         ready: whether requests would be served.
@@ -85,7 +86,7 @@ class ServerState:
     capture: GroupedSink | None = None
     weights: WeightUpdater | None = None
     follower: Follower | None = None
-    new_replica: Callable[[], RolloutEngine] | None = None
+    new_replica: Callable[[str], Callable[[], RolloutEngine]] | None = None
     ray_replicas: RayReplicas | None = None
     clock: Callable[[], float] = time.monotonic
     concurrency: ConcurrencyLimiter = field(init=False)

@@ -39,10 +39,12 @@ class AbortAnswer(Struct, kw_only=True):
 
 
 class ReplicaRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The replica's name; to add it on a node of the Ray cluster, a resource of that node."""
+    """The replica's name; to add it on a node of the Ray cluster, a resource of that node, and its share of GPUs."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[A-Za-z0-9_.-]+$")]
     resource: Annotated[str, Meta(max_length=64, pattern="^[A-Za-z0-9_.:-]*$")] = ""
+    gpus: Annotated[float, Meta(ge=0, le=1024)] | None = None
+    """Reserved there; without it as many as the engine takes, and 0 on a node without any."""
 
 
 class ReplicaList(Struct, kw_only=True):
@@ -185,15 +187,18 @@ async def replicas(call: Call) -> web.StreamResponse:
 async def add_replica(call: Call) -> web.StreamResponse:
     """Start another replica of the served model; it serves once it holds the current weights."""
     body, state = call.body_as(ReplicaRequest), call.state
-    factory = state.new_replica
-    if body.resource:
-        if state.ray_replicas is None:
-            raise APIError(501, "this server is not connected to a Ray cluster: start it with --ray")
-        factory = state.ray_replicas.factory(body.name, body.resource)
-    if factory is None:
-        raise APIError(501, "this server cannot make replicas")
+    if body.gpus is not None and not body.resource:
+        raise APIError(400, "gpus are reserved on a node of a Ray cluster: name a resource of it")
     adapters, updater = not body.resource, state.weights
     try:
+        if body.resource:
+            if state.ray_replicas is None:
+                raise APIError(501, "this server is not connected to a Ray cluster: start it with --ray")
+            factory = state.ray_replicas.factory(body.name, body.resource, gpus=body.gpus)
+        elif state.new_replica is None:
+            raise APIError(501, "this server cannot make replicas")
+        else:
+            factory = state.new_replica(body.name)
         with updater.admitting(body.name, adapters=adapters) if updater is not None else nullcontext():
             await state.replica_pool.add(body.name, factory)
     except ResourceError as error:

@@ -435,7 +435,7 @@ class RayReplicas:
         liveness: when a replica's process that does not answer is named and ended.
         spec: of the engine; its model is read on the node.
         transport: holds new weights on this machine; Ray carries them to the node.
-        cpus, gpus: reserved for a replica on its node, within ``start_s``.
+        cpus, gpus: reserved for a replica on its node, within ``start_s``; no ``gpus`` on a node that has none.
     """
 
     address: str
@@ -443,19 +443,25 @@ class RayReplicas:
     spec: EngineSpec
     transport: WeightTransport | None
     cpus: float = 1.0
-    gpus: float = 0.0
+    gpus: float = 1.0
     start_s: float = 60.0
 
-    def factory(self, name: str, resource: str) -> Callable[[], RolloutEngine]:
-        """Return what makes the engine of replica ``name`` on a node with a free unit of ``resource``."""
+    def factory(self, name: str, resource: str, *, gpus: float | None = None) -> Callable[[], RolloutEngine]:
+        """Return what makes the engine of replica ``name`` on a node with a free unit of ``resource``.
+
+        ``gpus`` are reserved there in any case, instead of those of the attribute.
+        """
 
         def make_group() -> Any:  # Any: a worker group's methods are bound at run time
             from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+            from asyncrl.single_controller.ray.resource_pool import cluster_nodes
 
+            nodes = [node.total for node in cluster_nodes() if node.total.get(resource)]
+            own = self.gpus if any(total.get("GPU") for total in nodes) else 0.0
             place = RayResourcePool(
                 [1],
                 cpus_per_worker=self.cpus,
-                gpus_per_worker=self.gpus,
+                gpus_per_worker=own if gpus is None else gpus,
                 resources_per_worker={resource: 1.0},
                 placement_timeout_s=self.start_s,
             )

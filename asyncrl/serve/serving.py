@@ -14,7 +14,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from typing import Any, Self, cast
 
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.interfaces import (
+    DeviceShare,
     GenerationRequest,
     Message,
     ReplayBuffer,
@@ -37,6 +38,7 @@ from asyncrl.plugins import is_model_source, load_part, make_part, offered_optio
 from asyncrl.rollout.engine_worker import EngineSpec, resolve_model
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.serve.call import ServerState
+from asyncrl.serve.devices import ReplicaDevices, visible_devices
 from asyncrl.serve.limits import Limits
 from asyncrl.serve.pool import Follower, RayReplicas, WeightUpdater
 from asyncrl.serve.server import Binding, Server
@@ -157,10 +159,17 @@ class ServedModel:
             transport = spec.make()
             stack.callback(transport.close)
         ray_replicas = await self._ray_replicas(stack, transport)
-        new_replica = self._engine_factory(folder, spec)
+        devices = await asyncio.to_thread(self._devices)
+
+        def factory(name: str, replicas: Collection[str]) -> Callable[[], RolloutEngine]:
+            return self._engine_factory(folder, spec, devices, devices.assign(name, replicas))
+
         count = options.replicas
-        self._tell(f"loading {count} {'replica' if count == 1 else 'replicas'} of it on {options.engine}")
-        pool = ReplicaPool({f"replica-{number}": new_replica for number in range(count)}, transport=transport)
+        first = [f"replica-{number}" for number in range(count)]
+        factories = {name: factory(name, first) for name in first}
+        on = f"{options.engine}, of which several share a GPU" if devices.shared else options.engine
+        self._tell(f"loading {count} {'replica' if count == 1 else 'replicas'} of it on {on}")
+        pool = ReplicaPool(factories, transport=transport)
         if self._separate:
             text, _ = await asyncio.gather(asyncio.to_thread(ModelText.load, folder), self._open(pool, stack))
         else:  # one after the other: two threads cannot import transformers at a time
@@ -186,7 +195,7 @@ class ServedModel:
             capture=_sink(options),
             weights=updater,
             follower=follower,
-            new_replica=new_replica,
+            new_replica=lambda name: factory(name, [each.name for each in pool.replicas()]),
             ray_replicas=ray_replicas,
         )
         if self.state.capture is not None:
@@ -235,24 +244,48 @@ class ServedModel:
         separate = options.replicas > 1 if options.separate is None else options.separate
         return separate or options.python is not None
 
-    def _engine_factory(self, folder: str, spec: TransportSpec | None) -> Callable[[], RolloutEngine]:
+    def _devices(self) -> ReplicaDevices:
+        visible = visible_devices()
+        share = self._device_share(each=len(visible) // self._options.replicas) if visible else DeviceShare()
+        return ReplicaDevices(visible, share)
+
+    def _device_share(self, *, each: int = 1) -> DeviceShare:
+        """Return what the engine takes of GPUs; for one that does not say so, ``each`` of them, or one."""
+        options = self._options
+        with contextlib.suppress(ConfigError):  # an engine may load in another environment only
+            part = load_part(_ENGINES, options.engine, path="engine")
+            if hasattr(part, "device_share"):
+                share: DeviceShare = part.device_share(**options.engine_options)
+                return share
+        return DeviceShare(count=max(1, each))
+
+    def _engine_factory(
+        self, folder: str, spec: TransportSpec | None, devices: ReplicaDevices, assigned: Sequence[int]
+    ) -> Callable[[], RolloutEngine]:
         options = self._options
         if self._separate:
-            return partial(self._hosted(folder, spec).make, Path(folder))
+            return partial(self._hosted(folder, spec, devices.environment(assigned)).make, Path(folder))
 
         def make() -> RolloutEngine:
             part = load_part(_ENGINES, options.engine, path="engine")
             fetching: dict[str, Any] = {"transport": spec} if part.pulls_weights else {}
+            given = {"device": f"cuda:{assigned[0]}"} if len(assigned) == 1 else {}
+            placed = {**options.engine_options, **offered_options(_ENGINES, options.engine, given, path="engine")}
             engine: RolloutEngine = make_part(
-                _ENGINES, options.engine, folder, path="engine", options=options.engine_options, **fetching
+                _ENGINES, options.engine, folder, path="engine", options=placed, **fetching
             )
             return engine
 
         return make
 
-    def _hosted(self, model: str, transport: TransportSpec | None) -> EngineSpec:
+    def _hosted(
+        self, model: str, transport: TransportSpec | None, environment: Mapping[str, str] | None = None
+    ) -> EngineSpec:
         options = self._options
         given: dict[str, Any] = {"transport": transport}
+        if environment:
+            own = {"environment": environment}
+            given |= offered_options(_ENGINES, options.host_engine, own, path="host_engine")
         if options.python is not None:
             given["python"] = options.python
         return EngineSpec(
@@ -280,6 +313,7 @@ class ServedModel:
             liveness=options.liveness,
             spec=self._hosted(self._model, there),
             transport=transport,
+            gpus=float((await asyncio.to_thread(self._device_share)).count),
         )
 
     # --------------------------------------------------------------------------------------------- within the block

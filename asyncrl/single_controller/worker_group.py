@@ -294,6 +294,11 @@ class WorkerGroup(ABC):
         if errors:
             raise RankErrors.of(errors, call=f"the {what} of {self.name}", ranks=len(ranks))
 
+    @property
+    def node_addresses(self) -> Sequence[str]:
+        """The addresses of the ranks' nodes, once it is ready; empty where all are in this process."""
+        return ()
+
     def explain_silence(self) -> list[str]:
         """Name the ranks whose processes do not answer, for how long, and what that may be."""
         return []

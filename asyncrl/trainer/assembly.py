@@ -255,15 +255,20 @@ class Assembly:
         groups_stack = await self._stack.enter_async_context(AsyncExitStack())
         made: dict[str, WorkerGroup] = {}
         replicas: dict[str, WorkerGroup] = {}
+        publisher: WorkerGroup | None = None
         for request in requests:
             group = await self._make_started_group(request, groups_stack)
             if request.role == "rollout":
                 replicas[request.name] = group
+            elif request.role == "trainer":  # of roles that share processes, it is the first
+                publisher = group
             made |= group.spawn(request.colocated) if request.colocated else {request.name: group}
         started = await asyncio.gather(*(group.ready() for group in made.values()), return_exceptions=True)
         for error in started:
             if error is not None:
                 raise error
+        if publisher is not None:
+            self._check_reach(publisher, replicas)
         # The methods of a worker group are those of its workers, bound at run time.
         if "trainer" in made:
             self.trainer = cast("TrainerGroup", made["trainer"])
@@ -283,6 +288,21 @@ class Assembly:
             return make()
         # Ray asks its head what there is: where that has died, this does not return.
         return await in_abandonable_thread(make, hopeless=program_has_failed)
+
+    def _check_reach(self, publisher: WorkerGroup, replicas: Mapping[str, WorkerGroup]) -> None:
+        """Raise ConfigError if weights stay on the node of the trainer's rank 0, and a replica is on another."""
+        name = self.config.weights.transport
+        transport = load_part("asyncrl.weight_transports", name, path="weights.transport")
+        here = {*publisher.node_addresses[:1]}
+        away = [each for each, group in replicas.items() if not here >= {*group.node_addresses}]
+        if away and getattr(transport, "one_machine", False):
+            others = f" and {len(away) - 1} more" if len(away) > 1 else ""
+            raise ConfigError(
+                f"weights.transport = {name!r} is of one machine, {''.join(here)} with rank 0 of the trainer, and "
+                f"{away[0]}{others} would run on others",
+                path="weights.transport",
+                remedy="object_store, or disk with a directory that all machines have in common",
+            )
 
     def _make_pool(
         self,

@@ -257,6 +257,8 @@ class SharedMemoryTransport(VersionedTransport[VersionFile]):
 
     name = "shared_memory"
     medium = "in the shared memory"
+    one_machine = True
+    """Whether its pullers have to run on the publisher's machine; the start of a run checks it."""
 
     def __init__(self, *, namespace: str, max_versions: int = 2, directory: str | None = None) -> None:
         super().__init__(

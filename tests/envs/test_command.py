@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import json
@@ -13,7 +14,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,29 @@ async def test_what_a_program_asks_is_what_is_trained_on(play: Callable[..., Any
         assert trajectory.info["exit_status"] == 0
         assert scratch.decode(trajectory.token_ids).startswith(f"<|user|>{trajectory.task['question']}<|end|>")
     assert {request.sampling.temperature for request in engine.requests} == {1.0}  # the run's, not the agent's 0
+
+
+@pytest.mark.parametrize("sandbox", [None, {}], ids=["here", "sandbox"])
+async def test_so_many_programs_run_at_a_time(
+    play: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, sandbox: dict[str, Any] | None
+) -> None:
+    factory = factory_of("well", concurrency=2, sandbox=sandbox)
+    assert factory_of("well").running._value == 4 * (os.cpu_count() or 1)
+    place, placed, at_once = factory.place, 0, []
+
+    @contextlib.asynccontextmanager
+    async def counted() -> AsyncIterator[Any]:
+        nonlocal placed
+        placed += 1
+        at_once.append(placed)
+        async with place() as found:
+            yield found
+        placed -= 1
+
+    monkeypatch.setattr(factory, "place", counted)
+    trajectories, _ = await play(factory, episodes=5)
+    assert [each.reward for each in trajectories] == [1.0] * 5
+    assert max(at_once) == 2
 
 
 async def test_branches_are_one_tree(play: Callable[..., Any]) -> None:
@@ -474,6 +498,8 @@ def test_it_has_the_capabilities_of_its_tasks(tmp_path: Path) -> None:
 def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no program 'no-such-agent'"):
         CommandFactory(command=["no-such-agent"], tasks="calculator")
+    with pytest.raises(ConfigError, match="concurrency is 0"):
+        factory_of("well", concurrency=0)
     with pytest.raises(ConfigError, match="there is no program 'no-such-test'"):
         factory_of("well", test_command=["no-such-test"])
     (tmp_path / "pyproject.toml").touch()  # there is one in the working directory, too

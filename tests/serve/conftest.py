@@ -126,7 +126,7 @@ def serve(text: ModelText, tmp_path: Path) -> Serve:
                 text=text if with_text else None,
                 limits=limits or Limits(),
                 capture=GroupedSink(capture or FolderSink(tmp_path / "captured")),
-                new_replica=engine,
+                new_replica=lambda _name: engine,
             )
             assert state.capture is not None
             stack.push_async_callback(state.capture.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -13,12 +14,17 @@ from typing import Any, Self, cast
 import pytest
 
 import asyncrl
+from asyncrl.cli import pool as cli_pool
 from asyncrl.cli import serving
 from asyncrl.cli.main import main
 from asyncrl.interfaces import SamplingParams
+from asyncrl.rollout.engine_worker import EngineSpec
 from asyncrl.runtime import Terminated
 from asyncrl.serve.control_client import ControlClient
+from asyncrl.serve.pool import RayReplicas
 from asyncrl.serve.server import Binding
+from asyncrl.single_controller.liveness import Liveness
+from asyncrl.single_controller.resource_pool import NodeResources
 from engines.training.scratch import make
 
 
@@ -36,6 +42,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.asked: asyncio.Queue[str] = asyncio.Queue()
+        self.bodies: list[Any] = []
         self.hangs_at = "/replicas/drain"
 
     async def __aenter__(self) -> Self:
@@ -43,8 +50,9 @@ class Pool:
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def ask(self, _method: str, path: str, _body: object = None) -> Any:
+    async def ask(self, _method: str, path: str, body: object = None) -> Any:
         self.asked.put_nowait(path)
+        self.bodies.append(body)
         if path == self.hangs_at:
             await asyncio.Event().wait()
         return {"ray_address": "somewhere", "model": "tiny"}
@@ -75,7 +83,7 @@ async def test_a_second_ctrl_c_ends_a_join_that_waits_for_its_replicas(monkeypat
         return node
 
     monkeypatch.setattr(serving, "_start_node", start_node)
-    joining = asyncio.ensure_future(serving._join(cast("Any", pool), replicas=2, cpus=1.0))
+    joining = asyncio.ensure_future(serving._join(cast("Any", pool), replicas=2, cpus=1.0, gpus=0.5))
     for _ in range(2):
         await until_asked(pool, "/replicas")
     await asyncio.sleep(0)
@@ -84,6 +92,7 @@ async def test_a_second_ctrl_c_ends_a_join_that_waits_for_its_replicas(monkeypat
     os.kill(os.getpid(), signal.SIGINT)
     assert await asyncio.wait_for(joining, 10) == 130
     assert node.over.is_set()
+    assert [body["gpus"] for body in pool.bodies if body is not None and "resource" in body] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(("number", "ending"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
@@ -102,12 +111,39 @@ async def test_a_signal_ends_a_join_that_has_not_joined_yet(
 
     async def join() -> None:
         with pytest.raises(ending):
-            await serving._join(cast("Any", pool), replicas=2, cpus=1.0)
+            await serving._join(cast("Any", pool), replicas=2, cpus=1.0, gpus=None)
 
     joining = asyncio.ensure_future(join())
     await starting.wait()
     os.kill(os.getpid(), number)
     await joining
+
+
+@pytest.mark.parametrize(
+    ("node", "asked", "reserved"),
+    [({"GPU": 8.0}, None, 2.0), ({"GPU": 8.0}, 0.5, 0.5), ({"CPU": 4.0}, None, 0.0), ({"CPU": 4.0}, 1.0, 1.0)],
+)
+def test_a_replica_reserves_what_its_engine_takes_where_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch, node: dict[str, float], asked: float | None, reserved: float
+) -> None:
+    nodes = [
+        NodeResources(name="head", total={"GPU": 8.0}, available={}),
+        NodeResources(name="joined", total={"joined": 1.0, **node}, available={}),
+    ]
+    monkeypatch.setattr("asyncrl.single_controller.ray.resource_pool.cluster_nodes", lambda: nodes)
+    monkeypatch.setattr("asyncrl.single_controller.ray.RayWorkerGroup", lambda place, *_, **__: place)
+    spec = EngineSpec(engine="transformers", model="none")
+    replicas = RayReplicas(address="", liveness=Liveness(), spec=spec, transport=None, gpus=2.0)
+    engine: Any = replicas.factory("guest", "joined", gpus=asked)()
+    assert engine._make_group().gpus_per_worker == reserved
+
+
+def test_the_gpus_of_an_added_replica_are_asked_for() -> None:
+    parser = argparse.ArgumentParser()
+    cli_pool.add_pool_options(parser)
+    given = parser.parse_args(["add", "guest", "--on", "joined", "--gpus", "0.5"])
+    body = {"name": "guest", "resource": "joined", "gpus": 0.5}
+    assert cli_pool._request(given) == ("POST", "/replicas", body)
 
 
 def demonstration(number: int) -> list[dict[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +14,16 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.data import DataProto
+from asyncrl.errors import ConfigError
 from asyncrl.interfaces import GroupSummary
-from asyncrl.trainer.assembly import Assembly, divergence_estimator, make_advantages, proof_spec, rollout_spec
+from asyncrl.trainer.assembly import (
+    Assembly,
+    WorkerGroupRequest,
+    divergence_estimator,
+    make_advantages,
+    proof_spec,
+    rollout_spec,
+)
 from asyncrl.weights import TransportSpec
 from buffers.replay import AsyncReplayBuffer
 
@@ -153,6 +161,7 @@ class MadeGroup:
 
     thread: int = field(default_factory=threading.get_ident)
     world_size: int = 1
+    node_addresses: tuple[str, ...] = ()
 
     async def ready(self) -> None: ...
 
@@ -181,3 +190,37 @@ async def test_a_replica_is_made_again_where_the_head_of_ray_may_hang(tmp_path: 
     group = await revive("rollout-0")
     assert (group.thread == threading.get_ident()) is (backend == "local")
     assert assembly._groups == {"rollout-0": group}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "replicas", "settings", "refused"),
+    [
+        (("10.0.0.1", "10.0.0.2"), ("10.0.0.1", "10.0.0.2", "10.0.0.3"), [], True),
+        (("10.0.0.1", "10.0.0.2"), ("10.0.0.1", "10.0.0.1", "10.0.0.1"), [], False),
+        (("10.0.0.1",), ("10.0.0.2",), ["--weights.transport", "object_store"], False),
+        ((), (), [], False),  # the local backend
+    ],
+)
+async def test_weights_of_one_machine_are_refused_where_replicas_are_on_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: tuple[str, ...],
+    replicas: tuple[str, ...],
+    settings: list[str],
+    refused: bool,
+) -> None:
+    def made(request: WorkerGroupRequest) -> MadeGroup:
+        if request.role == "trainer":
+            return MadeGroup(node_addresses=trainer)
+        return MadeGroup(node_addresses=replicas[int(request.name.rpartition("-")[2]) :][:1])
+
+    monkeypatch.setattr("asyncrl.trainer.assembly.group_maker", lambda *_, **__: made)
+    (tmp_path / "run.toml").write_text(FILE)
+    settings = [*settings, "--rollout.replicas", str(len(replicas) or 1)]
+    assembly = Assembly(load_config(tmp_path / "run.toml", settings), log_folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"rollout-1 and 1 more .*") if refused else nullcontext() as found:
+        await assembly.start()
+    await assembly.aclose()
+    if found is not None:
+        assert found.value.path == "weights.transport"
+        assert found.value.remedy.startswith("object_store")

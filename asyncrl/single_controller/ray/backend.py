@@ -538,6 +538,10 @@ class RayWorkerGroup(WorkerGroup):
 
     # ------------------------------------------------------------------------------------------------------- liveness
 
+    @property
+    def node_addresses(self) -> Sequence[str]:
+        return tuple(self._nodes)
+
     def explain_silence(self) -> list[str]:
         if self._silence is None:
             return []

@@ -37,6 +37,7 @@ from asyncrl.errors import (
     WeightMismatchError,
 )
 from asyncrl.interfaces import (
+    DeviceShare,
     EngineHealth,
     GenerationChunk,
     GenerationRequest,
@@ -286,6 +287,23 @@ class SGLangEngine:
         self._tokens = self._prompt_tokens = self._finished = self._aborted = 0
         self._busy_s = 0.0
         self._busy_since: float | None = None
+
+    @classmethod
+    def device_share(
+        cls,
+        *,
+        device: str = "auto",
+        kv_cache_tokens: int | None = None,
+        tensor_parallel: int = 1,
+        sglang: Mapping[str, Any] | None = None,
+        **_others: Any,
+    ) -> DeviceShare:
+        given = sglang or {}
+        bounded = kv_cache_tokens is not None or "mem_fraction_static" in given
+        return DeviceShare(
+            count=0 if device == "cpu" else tensor_parallel * given.get("pp_size", 1),
+            room="" if bounded else "kv_cache_tokens, or sglang = {mem_fraction_static = 0.4}",
+        )
 
     # -------------------------------------------------------------------------------------------- start and close
 

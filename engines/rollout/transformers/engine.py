@@ -27,6 +27,7 @@ import torch
 
 from asyncrl.errors import EngineClosedError, EngineError, InvalidDataError, WeightError
 from asyncrl.interfaces import (
+    DeviceShare,
     EngineHealth,
     GenerationChunk,
     GenerationRequest,
@@ -114,6 +115,10 @@ class TransformersEngine:
     def check_options(cls, *arguments: Any, **options: Any) -> None:
         """Raise ConfigError as the constructor, which loads nothing."""
         cls(*arguments, **options)
+
+    @classmethod
+    def device_share(cls, *, device: str = "auto", **_others: Any) -> DeviceShare:
+        return DeviceShare(count=int(device in ("auto", "cuda")))
 
     # -------------------------------------------------------------------------------------------- start and close
 

@@ -33,6 +33,7 @@ from asyncrl.errors import (
     WeightError,
 )
 from asyncrl.interfaces import (
+    DeviceShare,
     EngineHealth,
     GenerationChunk,
     GenerationRequest,
@@ -194,6 +195,17 @@ class VLLMEngine:
         self._tokens_generated = self._prompt_tokens = self._finished = self._aborted = 0
         self.commit_pause_s = 0.0
         """Seconds that decoding waited for the last commit."""
+
+    @classmethod
+    def device_share(
+        cls, *, kv_cache_bytes: int | None = None, arguments: Mapping[str, Any] | None = None, **_others: Any
+    ) -> DeviceShare:
+        given = arguments or {}
+        bounded = kv_cache_bytes is not None or "gpu_memory_utilization" in given
+        return DeviceShare(
+            count=given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1),
+            room="" if bounded else "kv_cache_bytes, or arguments = {gpu_memory_utilization = 0.4}",
+        )
 
     @classmethod
     def check_options(cls, model_path: str, *, arguments: Mapping[str, Any] | None = None, **others: Any) -> None:

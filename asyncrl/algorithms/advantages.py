@@ -11,7 +11,7 @@ reward is not finite; the message names the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import Parameter, signature
@@ -45,6 +45,15 @@ def check_rewards(rewards: Tensor, **columns: Tensor) -> Tensor:
             + ": a reward must be a finite number, and a row without one must not reach the advantages"
         )
     return wide
+
+
+def successes(rewards: Tensor | Sequence[float], success_reward: float) -> Tensor:
+    """Return which rewards [B] reach ``success_reward``, both rounded to float32, in which a batch keeps rewards.
+
+    >>> successes([0.9, float(torch.tensor(0.9)), 0.8], 0.9)
+    tensor([ True,  True, False])
+    """
+    return torch.as_tensor(rewards).float() >= torch.tensor(success_reward, dtype=torch.float32)
 
 
 class Groups:
@@ -153,7 +162,7 @@ def pass_at_k_advantages(rewards: Tensor, groups: Tensor, *, k: int = 4, success
     if len(found.sizes) and int(found.sizes.min()) < k:
         row = int(found.sizes.argmin())
         raise InvalidDataError(f"group {int(groups[row])} has {int(found.sizes[row])} rows; pass@{k} needs {k}")
-    failed = (found.rewards < success_reward).double()
+    failed = (~successes(rewards, success_reward)).double()
     failures = found.sum(failed)
     all_fail = _binomial_ratio(failures, found.sizes, k)
     deviation = (all_fail * (1.0 - all_fail)).sqrt()

@@ -15,6 +15,7 @@ from asyncrl.algorithms.advantages import (
     TOKEN_COLUMNS,
     TURN_COLUMNS,
     AdvantageEstimator,
+    pass_at_k_advantages,
     reinforce_plus_plus_baseline_advantages,
 )
 from asyncrl.algorithms.credit import Credit
@@ -189,6 +190,14 @@ def _impossible(estimator: AdvantageEstimator, setting: Setting) -> Iterator[Con
             key="algorithm.kl_placement",
             reason="this advantage already holds the policy to the reference: a penalty in the reward would change "
             "which answer of a pair is preferred",
+            remedy='use kl_placement = "loss", or kl_coef = 0',
+            overridable=False,
+        )
+    if estimator.function is pass_at_k_advantages and setting.kl_in_reward:
+        yield ConfigIssue(
+            key="algorithm.kl_placement",
+            reason="an answer succeeds from advantage_options.success_reward on: with a penalty in the reward right "
+            "answers would fail as soon as the policy has moved, and otherwise the penalty would not count",
             remedy='use kl_placement = "loss", or kl_coef = 0',
             overridable=False,
         )

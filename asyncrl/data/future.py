@@ -576,9 +576,10 @@ class DataProtoFuture(Future["DataProto"]):
 
     Operations return at once, finished or not, and mean what they mean on :class:`DataProto`:
     ``f.slice(0, 3).result()`` equals ``f.result().slice(0, 3)``. Nothing is changed in place: ``reorder``, ``rename``,
-    ``union`` and ``pop`` return new futures. The payload moves only for ``await``/:meth:`result`, once; a future that
-    is passed to a worker group moves from worker to worker, each rank fetching the blocks that hold its rows.
-    :meth:`header` returns rows, columns and ``meta_info`` without any payload.
+    ``union`` and ``pop`` return new futures. The payload moves only for ``await``/:meth:`result`, once: all readers of
+    a future in one process share its tensors and arrays. A future that is passed to a worker group moves from worker to
+    worker, each rank fetching the blocks that hold its rows. :meth:`header` returns rows, columns and ``meta_info``
+    without any payload.
 
         >>> doubled = group.double(data)  # at once
         >>> again = group.double(doubled.slice(0, 2))  # a future of a future

@@ -54,8 +54,10 @@ class CodeRule:
 
     ============================================== ==================================================================
     ``{"inputs": [...], "outputs": [...]}``         texts for standard input, and the expected standard output
-    the same with ``"fn_name": "f"``                arguments of ``f`` (or of ``Solution().f``) and its results
-    ``["assert f(1) == 2", ...]``, or one text      statements that must not raise; each of a list is a test
+    the same with ``"fn_name": "f"``                arguments of ``f`` (or of ``Solution().f``) and its results; beside
+                                                    arguments that are a text, a result is the text of its JSON
+    ``["assert f(1) == 2", ...]``, or one text      statements that must not raise; each of a list is a test, after the
+                                                    definitions before it
     ============================================== ==================================================================
 
     The program gets the inputs alone: what it prints or returns is compared outside its process, and assertions run in
@@ -252,7 +254,13 @@ def _tests(given: Any, most: int) -> list[dict[str, Any]]:
     texts = given[:most] if isinstance(given, list) and all(isinstance(test, str) for test in given) else []
     kinds = [_kind(test) for test in texts]
     if "test" in kinds and "idle" not in kinds:
-        return [{"assertions": test} for test, kind in zip(texts, kinds, strict=True) if kind != "definitions"]
+        before, tests = "", []
+        for text, kind in zip(texts, kinds, strict=True):
+            if kind == "definitions":
+                before += f"{text}\n"
+            else:
+                tests.append({"assertions": before + text})
+        return tests
     if isinstance(given, dict):
         inputs, outputs = given.get("inputs"), given.get("outputs")
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0:
@@ -260,7 +268,11 @@ def _tests(given: Any, most: int) -> list[dict[str, Any]]:
             pairs = zip(inputs[:most], outputs[:most], strict=True)
             if name:
                 return [
-                    {"function": str(name), "arguments": _arguments(each), "expected": _expected(right)}
+                    {
+                        "function": str(name),
+                        "arguments": _arguments(each),
+                        "expected": _expected(right) if isinstance(each, str) else right,
+                    }
                     for each, right in pairs
                 ]
             return [{"stdin": _text(each), "stdout": _text(right)} for each, right in pairs]

@@ -9,13 +9,15 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import math
 import os
 import re
 import resource
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +37,33 @@ _NUMBERS = {sympy.Integer: 1, sympy.Float: 1, sympy.Rational: 2}
 """Largest number of arguments: the third of Rational makes numbers that are none."""
 
 _ARITHMETIC = {"countdown", "puzzle24"}
-"""Data sets whose scorers count the numbers in the text, where names, calls and comments could hold any."""
+"""Data sets whose scorers count the numbers in the text, where names, calls, comments and decimals could hold any."""
+
+
+def _puzzle24(answer: str, entry: dict[str, Any]) -> bool:
+    numbers = sorted(map(int, re.findall(r"\d+", answer)))
+    return numbers == sorted(entry["metadata"]["numbers"]) and sympy_parser.parse_expr(answer) == 24
+
+
+def _coin_flip(answer: str, entry: dict[str, Any]) -> bool:
+    return abs(Fraction(answer.replace(",", "")) - Fraction(entry["answer"].replace(",", ""))) <= 1e-4
+
+
+_REQUIRED: dict[str, Callable[[str, dict[str, Any]], bool]] = {
+    "puzzle24": _puzzle24,
+    "coin_flip": _coin_flip,
+    "game_of_life_halting": lambda answer, entry: answer.casefold() == entry["answer"].casefold(),
+    "complex_arithmetic": lambda answer, _: "n" not in answer.casefold(),  # neither nan nor inf
+    "number_sorting": lambda answer, _: all(map(math.isfinite, map(float, json.loads(answer.replace("'", '"'))))),
+}
+"""What also holds for right answers, by data set; its scorer gives the whole reward to wrong ones, such as ``nan``."""
 
 _made: dict[str, Any] = {}
 """Data sets by name and configuration."""
 
 
 def score(solution_str: str, entry: dict[str, Any], *, dataset: str, config: Mapping[str, Any] | None = None) -> float:
-    """Return the data set's own score of an answer.
+    """Return the data set's own score of an answer; 0 for one that lacks what is ``_REQUIRED`` there.
 
     The score is 0 if the answer makes the scorer raise, crash, compute for more than 3 s or need more than 1 GiB. Any
     other death of the fork kills this process, too.
@@ -56,7 +77,7 @@ def score(solution_str: str, entry: dict[str, Any], *, dataset: str, config: Map
     Raises:
         ValueError: the scorer also raises for the entry's own answer; the entry is wrong, not the answer.
     """
-    if dataset in _ARITHMETIC and not re.fullmatch(r"[0-9\s()+*/.-]*", solution_str):
+    if dataset in _ARITHMETIC and not re.fullmatch(r"[0-9\s()+*/-]*", solution_str):
         solution_str = "?"
     name = f"{dataset} {config}"
     if name not in _made:
@@ -71,7 +92,8 @@ def score(solution_str: str, entry: dict[str, Any], *, dataset: str, config: Map
         raise
     if child == 0:
         try:
-            os.write(writing, json.dumps(_limited(_made[name], solution_str, entry)).encode())
+            _limit()
+            os.write(writing, json.dumps(_scored(_made[name], solution_str, entry, _REQUIRED.get(dataset))).encode())
             os._exit(0)
         finally:
             os._exit(1)
@@ -88,8 +110,8 @@ def score(solution_str: str, entry: dict[str, Any], *, dataset: str, config: Map
     return float(reply["score"])
 
 
-def _limited(dataset: Any, answer: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Set limits and the evaluation of this process, and return the score, or why the entry has none."""
+def _limit() -> None:
+    """Set limits and the evaluation of this process."""
     with contextlib.suppress(OSError, ValueError):  # there are stricter limits; or no /proc
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S + 1))  # SIGXCPU, and not SIGKILL
@@ -98,8 +120,15 @@ def _limited(dataset: Any, answer: str, entry: dict[str, Any]) -> dict[str, Any]
     for name, module in list(sys.modules.items()):
         if module is sympy_parser or name.partition(".")[0] == "reasoning_gym":
             vars(module)["eval"] = evaluate
+
+
+def _scored(
+    dataset: Any, answer: str, entry: dict[str, Any], required: Callable[[str, dict[str, Any]], bool] | None
+) -> dict[str, Any]:
+    """Return the score, or why the entry has none."""
     with contextlib.suppress(Exception):
-        return {"score": float(dataset.score_answer(answer=answer, entry=entry))}
+        found = float(dataset.score_answer(answer=answer, entry=entry))
+        return {"score": found if required is None or required(answer, entry) else 0.0}
     try:
         dataset.score_answer(answer=str(entry["answer"]), entry=entry)
     except Exception:  # noqa: BLE001  a scorer may raise anything

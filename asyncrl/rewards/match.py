@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import string
@@ -13,7 +14,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 
-_FENCE = re.compile(r"```(?:json)?(?>\s*\n)(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"```[^`\n]+```|```[^`\n]*\n(.*?)```", re.DOTALL)  # within a line it is no block
 _GSM8K = re.compile(r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
@@ -97,11 +98,11 @@ def json_schema(
         raise ValueError("json_schema needs a schema: give one in the options, or in the row's extra_info.schema")
     validator: Any = validator_for(wanted)
     validator.check_schema(wanted)
-    fenced = _FENCE.findall(solution_str)
-    try:
-        return float(validator(wanted).is_valid(json.loads(fenced[-1] if fenced else solution_str)))
-    except (ValueError, ArithmeticError, RecursionError):  # no JSON; too many digits, too deep
-        return 0.0
+    blocks = [found[1] for found in _FENCE.finditer(solution_str) if found[1] is not None]
+    for text in (solution_str, *blocks[-1:]):
+        with contextlib.suppress(ValueError, ArithmeticError, RecursionError):  # no JSON; too many digits, too deep
+            return float(validator(wanted).is_valid(json.loads(text)))
+    return 0.0
 
 
 def gsm8k(solution_str: str, ground_truth: Any, *, strict: bool = True) -> float:

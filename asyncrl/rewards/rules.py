@@ -276,16 +276,19 @@ class Rulebook:
 
         ``columns`` are, by data source, the keys that ``extra_info`` has in each of its rows.
         """
+        shared: dict[str, set[str]] = {}  # by the pattern, of which a rule may judge several sources
         for source in sorted(columns):
-            self._rule(source, columns[source])
+            shared.setdefault(self.pattern(source), {*columns[source]}).intersection_update(columns[source])
+        for pattern, keys in shared.items():
+            self._rule(pattern, keys)
 
     async def judge(self, answer: Answer) -> Verdict:
         """Judge with the rule of the answer's source; see :meth:`RewardRule.judge`."""
-        return await self._rule(answer.data_source).judge(answer)
+        return await self._rule(self.pattern(answer.data_source)).judge(answer)
 
     def deterministic(self, data_source: str) -> bool:
         """Return whether the rule of this source declares that it judges the same answer alike again."""
-        return _is_deterministic(self._rule(data_source))
+        return _is_deterministic(self._rule(self.pattern(data_source)))
 
     async def close(self) -> None:
         """Close the rules that were made."""
@@ -293,8 +296,7 @@ class Rulebook:
             await rule.close()
         self._rules.clear()
 
-    def _rule(self, data_source: str, columns: Collection[str] | None = None) -> RewardRule:
-        pattern = self.pattern(data_source)
+    def _rule(self, pattern: str, columns: Collection[str] | None = None) -> RewardRule:
         if pattern not in self._rules:
             written, where = self._written[pattern]
             self._rules[pattern] = _make(written, columns, key=where)

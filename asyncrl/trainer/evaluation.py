@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from asyncrl.algorithms.advantages import successes
 from asyncrl.data import DataProtoFuture
 from asyncrl.errors import (
     AsyncRLError,
@@ -101,7 +102,7 @@ def score_tasks(tasks: Sequence[TaskScores], *, success_reward: float = 1.0, see
     """
     if not tasks or not all(task.rewards for task in tasks):
         raise ValueError("scores need at least one task, and an answer to each")
-    right = [sum(reward >= success_reward - 1e-9 for reward in task.rewards) for task in tasks]
+    right = [int(successes(task.rewards, success_reward).sum()) for task in tasks]
     samples = [len(task.rewards) for task in tasks]
     most = min(samples)
     found = {
@@ -297,7 +298,7 @@ async def evaluate(
     return EvaluationResult(
         weight_version=min(versions),
         newest_version=max(versions),
-        success=sum(reward >= success_reward - 1e-9 for reward in rewards) / len(rewards),
+        success=int(successes(rewards, success_reward).sum()) / len(rewards),
         reward_mean=sum(rewards) / len(rewards),
         tokens_mean=sum(lengths) / len(rewards),
         tasks=len(rewards),

@@ -270,6 +270,7 @@ def test_one_of_four_solved_with_two_answers() -> None:
     assert pass_at_k_advantages(rewards * 0.5, groups, k=2, success_reward=0.5).tolist() == pytest.approx(
         [-1 / 3, 1.0, -1 / 3, -1 / 3]
     )
+    assert pass_at_k_advantages(rewards * 0.9, groups, k=2, success_reward=0.9)[1] == 1.0  # float32 has less than 0.9
     assert pass_at_k_advantages(rewards, groups).tolist() == [0.0] * 4  # four answers of four: never missed
     with pytest.raises(InvalidDataError, match=r"group 5 has 4 rows; pass@5 needs 5"):
         pass_at_k_advantages(rewards, groups, k=5)

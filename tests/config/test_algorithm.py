@@ -106,6 +106,11 @@ def test_parts_are_named_and_take_options() -> None:
         ({"trainer": {"group_size": 1}}, "trainer.group_size", "no baseline"),
         ({"advantage": "pass_at_k", "advantage_options": {"k": 9}}, "algorithm.advantage_options.k", "group_size = 8"),
         ({"advantage": "pass_at_k", "trainer": {"group_size": 3}}, "algorithm.advantage_options.k", "4 answers cannot"),
+        (
+            {"advantage": "pass_at_k", "kl_coef": 0.1, "kl_placement": "reward"},
+            "algorithm.kl_placement",
+            "answers would fail",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_key(settings: dict[str, Any], path: str, words: str) -> None:

@@ -226,6 +226,21 @@ async def test_awaits_at_the_same_time_fetch_once() -> None:
     assert block.fetched == 2
 
 
+async def test_readers_of_a_future_share_its_tensors_and_those_of_one_derived_do_not() -> None:
+    future = DataProtoFuture.of(batch(2))
+    derived = future.slice(0, 1)
+    first = await future
+    for each in (first, await derived):
+        assert each.batch is not None
+        each.batch["x"].fill_(7)
+        each.meta_info["mine"] = 1
+    again, part = await future, await future.slice(0, 1)
+    assert again.batch is not None
+    assert again.batch["x"].tolist() == [7, 7]
+    assert "mine" not in again.meta_info
+    assert part == batch(1)
+
+
 async def _read(future: DataProtoFuture) -> DataProto:
     return await future
 

@@ -44,6 +44,13 @@ async def test_functions_are_called(program: str):
     assert (await judge(program, tests)).score == 1.0
 
 
+@pytest.mark.parametrize("text", ["5", "true", "null", "[1]"])
+async def test_a_result_beside_arguments_that_are_no_text_is_itself(text: str):
+    tests: dict[str, Any] = {"fn_name": "f", "inputs": [[text]], "outputs": [text]}
+    assert (await judge("def f(x): return x", tests)).score == 1.0
+    assert (await judge("import json\ndef f(x): return json.loads(x)", tests)).score == 0.0
+
+
 async def test_assertions_are_tests():
     assert (await judge("def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 4"], partial=True)).score == 0.5
     assert (await judge("def f(x): return x + 1", "assert f(1) == 2")).score == 1.0
@@ -179,7 +186,18 @@ CHECK = "def check(f, x=1):\n    if f(x) != x + 1:\n        raise ValueError\n"
 )
 def test_a_text_whose_assertions_run_is_a_test(text: str):
     assert code._tests(text, 9) == [{"assertions": text}]
-    assert code._tests(["import math", text], 9) == [{"assertions": text}]
+    assert code._tests(["import math", text], 9) == [{"assertions": f"import math\n{text}"}]
+
+
+CLOSE = "def isclose(a, b):\n    return abs(a - b) < 1e-6"
+
+
+@pytest.mark.parametrize("helper", ["from math import isclose", CLOSE, f"{CLOSE}\nright = 2.0"])
+async def test_definitions_run_before_the_tests_behind_them_and_are_not_the_programs(helper: str):
+    tests = ["assert f(3) == 4", helper, "assert isclose(f(1), 2.0)", "assert isclose(f(2), 3.0)"]
+    assert (await judge("def f(x): return x + 1", tests)).score == 1.0
+    forged = await judge("def f(x): return 0\ndef isclose(a, b): return True", tests, partial=True)
+    assert (forged.score, forged.parts["compiles"]) == (0.0, 1.0)
 
 
 async def test_one_broken_test_of_several_fails_and_those_behind_the_last_are_not_read():

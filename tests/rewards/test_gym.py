@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ pytest.importorskip("reasoning_gym")
 
 import reasoning_gym
 import sympy
+from reasoning_gym.factory import DATASETS
 
 from asyncrl.rewards import gym
 from asyncrl.rewards.match import reasoning_gym_score as compute_score
@@ -64,6 +66,51 @@ def test_the_numbers_of_an_answer_are_those_that_it_computes_with():
         for answer in (f"E / E * {'+'.join(['cos(pi - pi)'] * wanted)} # {numbers}", f"sin(pi) * ({numbers}) + E / E"):
             assert compute_score(f"x/{name}", answer, None, {"entry": entry}, tag="") < 0.1
         assert compute_score(f"x/{name}", entry["answer"], None, {"entry": entry}, tag="") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("puzzle24", "6*4+1-1"),
+        ("puzzle24", "RIGHT.0"),
+        ("number_sorting", '["\\u006ean"' + ', "\\u006ean"' * 9 + "]"),
+        ("number_sorting", str([math.nan] * 10).replace("nan", "NaN")),
+        ("complex_arithmetic", "n an"),
+        ("complex_arithmetic", "1+nanj"),
+        ("coin_flip", "0"),
+        ("game_of_life_halting", "True"),
+        ("game_of_life_halting", "False"),
+        ("game_of_life_halting", "it will"),
+    ],
+)
+def test_no_answer_is_right_for_every_task(name: str, answer: str):
+    sizes = {"number_sorting": {"min_numbers": 10, "max_numbers": 10}, "coin_flip": {"max_trials": 9}}
+    tasks = list(reasoning_gym.create_dataset(name, size=4, seed=3, **sizes.get(name, {})))
+    assert gym.score(tasks[0]["answer"], tasks[0], dataset=name) == 1.0
+    scores = [gym.score(answer.replace("RIGHT", each["answer"]), each, dataset=name) for each in tasks]
+    assert scores == [float(each["answer"] == answer) for each in tasks]
+
+
+def test_24_are_made_of_the_numbers_of_the_task_and_not_nearly():
+    entry = {"answer": "(3 + 5)*(2 + 1)", "metadata": {"numbers": [3, 2, 5, 1]}}
+    for answer, score in (("(1 + 2) * (3 + 5)", 1.0), ("(7 + 1) * (4 - 1)", 0.0), ("(5**2*1 - 1/3)", 0.0)):
+        assert gym.score(answer, entry, dataset="puzzle24") == score
+
+
+CONSTANTS = (
+    "", "0", "1", "-1", "2", "nan", "inf", "1e999", "nanj", "True", "False", "no", "None", "null", "[]", "{}", "[NaN]",
+    "6*4+1-1", "A", "P",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:loadtxt")
+@pytest.mark.parametrize("name", sorted({*DATASETS} - {"composite"}))
+def test_no_constant_is_right_for_every_task_of_any_set(name: str):
+    made = reasoning_gym.create_dataset(name, size=5, seed=3)
+    tasks, required = list(made), gym._REQUIRED.get(name)
+    for answer in CONSTANTS:
+        assert min(gym._scored(made, answer, task, required)["score"] for task in tasks) < 1.0
 
 
 @pytest.mark.parametrize(
@@ -128,10 +175,10 @@ def test_a_wrong_entry_raises():
 
 def test_a_scorer_that_ends_by_no_answer_ends_its_process_likewise(monkeypatch: pytest.MonkeyPatch):
     ended: list[tuple[int, int]] = []
-    monkeypatch.setattr(gym, "_limited", lambda *_: signal.raise_signal(signal.SIGKILL))
+    monkeypatch.setattr(gym, "_scored", lambda *_: signal.raise_signal(signal.SIGKILL))
     monkeypatch.setattr(gym.os, "kill", lambda *given: ended.append(given))
     score_of("leg_counting", "1")
-    monkeypatch.setattr(gym, "_limited", lambda *_: object())  # which is no JSON
+    monkeypatch.setattr(gym, "_scored", lambda *_: object())  # which is no JSON
     score_of("leg_counting", "1")
     monkeypatch.setattr(gym.os, "fork", no_fork)
     with pytest.raises(BlockingIOError):

@@ -48,6 +48,10 @@ def test_regex(answer: str, options: dict[str, Any], score: float):
         ('{"n": 3}', 1),
         ('Here:\n```json\n{"n": 3}\n```', 1),
         ('```json\n{"n": 3}\n```\nno:\n```\n{"n": "x"}\n```', 0),
+        ('```python\nx\n```\nso\n```json\n{"n": 3}\n```', 1),
+        ('the ```n``` is\n```json\n{"n": 3}\n```', 1),
+        ('```json\n{"n": 3}\n```\nand\n```text\nx\n```', 0),
+        ('{"why": "```n",\n"n": 3, "a": "```"}', 1),
         ('{"n": 3', 0),
         ("[]", 0),
         ("[" * 100_000, 0),
@@ -69,7 +73,8 @@ def test_an_answer_that_no_number_or_recursion_holds_is_no_match():
 
 
 def test_an_open_fence_before_blank_lines_is_read_in_linear_time():
-    assert json_schema("```json" + "\n" * 300_000, None, {}, schema={}) == 0.0
+    for text in ("```json" + "\n" * 300_000, "```" + "a" * 300_000, "```" * 100_000, "```a\n" + "``\n" * 100_000):
+        assert json_schema(text, None, {}, schema={}) == 0.0
 
 
 def test_a_row_without_a_schema_raises():

@@ -95,6 +95,13 @@ def test_check_refuses_unknown_rules_and_options(reward: Any, rewards: dict[str,
     assert caught.value.path == path
 
 
+def test_check_wants_what_a_rule_needs_in_every_source_that_it_judges():
+    rules = Rulebook(SHOUT, key="env.options")
+    with pytest.raises(ConfigError, match="needs 'marks', which is neither an option nor a column of the rows"):
+        rules.check({"a": {"marks", "more"}, "b": {"more"}})
+    rules.check({"a": {"marks", "more"}, "b": {"marks"}})
+
+
 @pytest.mark.parametrize(
     ("written", "declared"),
     [

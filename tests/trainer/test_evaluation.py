@@ -111,6 +111,14 @@ async def test_an_answer_that_cannot_be_scored_is_left_out_and_counted(failing: 
         assert (result.tokens_mean, result.reward_parts) == (8 / 3, {"odd": 1 / 3})  # of the tasks 0, 2 and 3
 
 
+async def test_a_score_of_a_batch_is_compared_in_its_precision():
+    def score(rows: DataProtoFuture) -> DataProtoFuture:
+        return DataProtoFuture.of(DataProto.from_dict({"scores": torch.tensor([0.9, 0.8])}))
+
+    found = await evaluate(Pool({}), Numbers(), tasks=2, seed=0, score=score, success_reward=0.9)  # type: ignore[arg-type]
+    assert found.success == 0.5
+
+
 async def test_a_score_names_the_versions_of_its_tokens():
     result = await scored(Pool({}, versions=(3, 5)))
     assert (result.weight_version, result.newest_version) == (3, 5)

@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +73,11 @@ def test_two_tasks_by_hand():
         "pass@2": pytest.approx((0.5 + 1.0) / 2),
         "pass@4": pytest.approx(1.0),
     }
+
+
+def test_a_reward_that_a_batch_has_rounded_is_as_right_as_one_that_it_has_not():
+    tasks = [TaskScores(rewards=(0.9, float(torch.tensor(0.9)))), TaskScores(rewards=(0.7 + 0.2, 0.89999))]
+    assert score_tasks(tasks, success_reward=0.9)["avg@2"].mean == 0.75
 
 
 def test_one_sample_has_no_pass_at_k_and_three_end_with_three():

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
@@ -221,13 +222,15 @@ class Call:
         assert isinstance(self.body, kind)
         return self.body
 
-    async def off_loop(self, work: Callable[[], _T], *, entries: int = 0) -> _T:
+    async def off_loop(self, work: Callable[[], _T], *, entries: int = 0, of_request: bool = True) -> _T:
         """Return the result of work that grows with the request, in a thread if that could hold the event loop.
 
-        ``entries`` are the log-probs of an answer that is made.
+        ``entries`` are the log-probs of an answer that is made; without ``of_request`` it grows with them alone.
         """
-        size = self.request.content_length
-        if size is not None and size + self.kept_bytes + entries * _ENTRY_BYTES <= _INLINE_BYTES:
+        size: int | None = 0
+        if of_request and (size := self.request.content_length) is not None:
+            size += self.kept_bytes
+        if size is not None and size + entries * _ENTRY_BYTES <= _INLINE_BYTES:
             return work()
         return await asyncio.to_thread(work)
 
@@ -453,11 +456,14 @@ class EventStream:
     def begun(self) -> bool:
         return self.response.prepared
 
-    async def send(self, content: Any, *, event: str = "") -> None:
-        """Send one event. Any: what msgspec encodes."""
+    async def send(self, content: Any, *, event: str = "", entries: int = 0) -> None:
+        """Send one event with so many ``entries``, encoded as in :meth:`Call.off_loop`. Any: what msgspec encodes."""
         head = f"event: {event}\n".encode() if event else b""
         self.sent += 1
-        await self.send_bytes(b"%sdata: %s\n\n" % (head, _json.encode(content)))
+        encode = partial(msgspec.json.encode, content)
+        await self.send_bytes(
+            b"%sdata: %s\n\n" % (head, await self._call.off_loop(encode, entries=entries, of_request=False))
+        )
 
     async def send_bytes(self, data: bytes) -> None:
         self.stalled = True

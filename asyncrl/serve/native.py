@@ -113,15 +113,18 @@ async def generate(call: Call) -> web.StreamResponse:
     events = call.events()
     tokens = GeneratedTokens()
     event: GenerateAnswer | None = None
+    entries = 0
     async with aclosing(call.stream(requests[0])) as chunks:
         async for chunk in chunks:
             event = _generate_answer(call, chunk, offset=len(tokens.token_ids))
             tokens.add(chunk)
+            entries = log_prob_entries([chunk])
             if chunk.finish_reason is None:
-                await events.send(event)
+                await events.send(event, entries=entries)
     record(tokens.generation())
     call.leave_session()
-    await events.send(event)  # last: a client that has read it finds the turn in the session, and the session idle
+    # last: a client that has read it finds the turn in the session, and the session idle
+    await events.send(event, entries=entries)
     return await events.end()
 
 

@@ -926,11 +926,12 @@ async def completions(call: Call) -> web.StreamResponse:
     events = call.events()
     async with aclosing(call.stream_all(requests)) as stream:
         async for number, piece in stream:
-            choice = part(number, piece)
+            entries = log_prob_entries([piece]) + (len(prompts[number // choices]) if number not in offsets else 0)
+            choice = await call.off_loop(partial(part, number, piece), entries=entries, of_request=False)
             if piece.finish_reason:
                 record(number)
             if choice.text or piece.finish_reason or body.return_token_ids or body.logprobs is not None:
-                await events.send(answer([choice], with_usage=usage == "all"))
+                await events.send(answer([choice], with_usage=usage == "all"), entries=entries)
     if usage != "none":
         await events.send(answer([], with_usage=True))
     call.leave_session()

@@ -100,7 +100,8 @@ class SGLangAnswer(Struct, kw_only=True):
 
 
 _EVENTS = 128
-"""An event adds at least this part to a stream that has grown: all events are so many times as long as the last one."""
+"""An event adds at least this part to a stream that has grown: all events are so many times as long as the last one.
+It adds a larger part where all of them together could have more log-probs than one answer may."""
 _NATIVE = native.GenerateRequest()
 _OWN_FIELDS = tuple(name for name in GenerateBody.__struct_fields__ if not hasattr(_NATIVE, name))
 
@@ -161,15 +162,20 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
             lambda: answer(choices[0]) if several == 1 else [answer(choice) for choice in choices],
             entries=log_prob_entries(choices),
         )
-    events, (choice,), shown = call.events(), choices, 0
+    events, (choice,), shown, places = call.events(), choices, 0, 1 + sampling.top_log_probs
+    scored = len(ids) if sampling.prompt_log_probs is not None else 0
+    most = (scored + sampling.max_new_tokens) * places if body.return_logprob else 1
+    parts = max(min(_EVENTS, call.state.limits.likeliest_tokens // most), 1)
     async with aclosing(call.stream(requests[0])) as chunks:
         async for chunk in chunks:
             feed(choice, chunk)
             count = len(choice.token_ids)
-            enough = max(given.stream_interval or 1, count // _EVENTS) if events.begun else 0
+            enough = max(given.stream_interval or 1, (scored + count) // parts) if events.begun else 0
             if count - shown >= enough or chunk.finish_reason is not None:
                 shown = count
-                await events.send(answer(choice))
+                entries = (scored + count) * places
+                made = await call.off_loop(partial(answer, choice), entries=entries, of_request=False)
+                await events.send(made, entries=entries)
     call.leave_session()
     await events.send_bytes(b"data: [DONE]\n\n")
     return await events.end()

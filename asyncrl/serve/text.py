@@ -250,10 +250,13 @@ def last_tokens(token_ids: tuple[int, ...], count: int | None) -> tuple[int, ...
     return token_ids if count is None else token_ids[-count:]
 
 
-def log_prob_entries(parts: Iterable[Generation | Choice]) -> int:
+def log_prob_entries(parts: Iterable[Generation | GenerationChunk | Choice]) -> int:
     """Return the number of log-probs that an answer of these choices may have."""
     return sum(
-        len(each.token_ids) + sum(map(len, each.top_log_probs)) + sum(map(len, each.prompt_top_log_probs))
+        len(each.token_ids)
+        + len(each.prompt_log_probs)
+        + sum(map(len, each.top_log_probs))
+        + sum(map(len, each.prompt_top_log_probs))
         for each in parts
     )
 

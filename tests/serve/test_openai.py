@@ -7,13 +7,14 @@ import json
 import re
 import threading
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from asyncrl import __version__
 from asyncrl.interfaces import GenerationChunk
 from asyncrl.rollout.chat import ChatRenderer
-from asyncrl.serve import openai
+from asyncrl.serve import call, openai
 from asyncrl.serve.limits import Limits
 from asyncrl.serve.text import ModelText
 from engines.rollout.request import Grammars
@@ -53,6 +54,37 @@ async def test_a_stream_equals_the_whole_answer(serve):
             assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["stop"]
         assert chunks[-1]["choices"] == []
         assert chunks[-1]["usage"]["total_tokens"] > 0
+
+
+PROMPT = [5] * 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"prompt_token_ids": PROMPT, "prompt_log_probs": 1}),
+        ("/generate", {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 0}),
+        ("/v1/completions", {"model": "tiny", "prompt": PROMPT, "echo": True, "logprobs": 1}),
+        (
+            "/v1/responses",
+            {"model": "tiny", "input": "say it", "include": ["message.output_text.logprobs"], "max_output_tokens": 400},
+        ),
+    ],
+)
+async def test_an_event_of_many_log_probs_is_encoded_in_a_thread(serve, monkeypatch, path, body):
+    encode, encoded = msgspec.json.encode, []
+
+    def recorded(content):
+        made = encode(content)
+        encoded.append((len(made), threading.current_thread() is threading.main_thread()))
+        return made
+
+    monkeypatch.setattr(call, "_INLINE_BYTES", 1000)
+    monkeypatch.setattr(msgspec.json, "encode", recorded)
+    async with serve(lambda prompt: [9] * 400 if path == "/v1/responses" else [9]) as served:
+        lines = await served.events(path, {**body, "stream": True})
+        assert max(map(len, lines)) > 1000
+        assert max(encoded)[1] is False
 
 
 @pytest.mark.parametrize(

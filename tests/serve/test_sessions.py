@@ -209,9 +209,9 @@ async def test_each_completion_of_a_stream_is_in_the_session_before_its_end_is_s
         order.append("turn")
         record(*arguments)
 
-    async def sent(events, content):
+    async def sent(events, content, **more):
         order.extend("end" for choice in content.choices if choice.finish_reason)
-        await send(events, content)
+        await send(events, content, **more)
 
     monkeypatch.setattr(Call, "record", recorded)
     monkeypatch.setattr(EventStream, "send", sent)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
@@ -36,7 +38,14 @@ _T = TypeVar("_T")
 _json = msgspec.json.Encoder()
 _INLINE_BYTES = 16_384  # as text they take about ten milliseconds
 _ENTRY_BYTES = 4  # of text that takes as long as one log-prob of an answer
+_TEXT_THREADS = min(16, os.cpu_count() or 1)
 _NO_PUNCTUATION = str.maketrans("", "", "._:-")
+
+
+@cache
+def _text_threads(process: int) -> ThreadPoolExecutor:
+    """Return the threads of this process for work on texts, which leaves the event loop's own to weights and files."""
+    return ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix=f"text-{process}")
 
 
 class TokenPool(Protocol):
@@ -61,6 +70,7 @@ class ServerState:
         decide_sampling: makes the sampling parameters of a generation of those that its client asks for.
         admit: raises an API error unless so many generations, all choices of a request, may be sent now.
         text: of the model; None serves token ids only.
+        text_tasks: of work on its requests' texts that are in a thread, or wait for one of the process's, at a time.
         context_tokens: longest prompt and answer together; None if it is unknown.
         dtype: of the weights, by torch's name; empty if it is unknown.
         capture: where the trajectories of rewarded sessions go; None refuses rewards.
@@ -70,6 +80,7 @@ class ServerState:
         ray_replicas: makes replicas on other machines; None refuses that.
         choices_by_request: number of choices of the running requests, by request id: 0 until they are sent to the pool.
         ready: whether requests would be served.
+        text_turn: held by each of those.
         probing, probed: held by the running health check; when the last one began, and why it failed.
     """
 
@@ -80,6 +91,7 @@ class ServerState:
     decide_sampling: Callable[[SamplingParams], SamplingParams] = lambda wanted: wanted
     admit: Callable[[int], None] = lambda generations: None
     text: ModelText | None = None
+    text_tasks: int = _TEXT_THREADS
     context_tokens: int | None = None
     dtype: str = ""
     limits: Limits = field(default_factory=Limits)
@@ -95,10 +107,12 @@ class ServerState:
     metrics: ServerMetrics = field(init=False)
     choices_by_request: dict[str, int] = field(init=False, default_factory=dict)
     ready: bool = field(init=False, default=False)
+    text_turn: asyncio.Semaphore = field(init=False)
     probing: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     probed: tuple[float, str] = field(init=False, default=(-math.inf, ""))
 
     def __post_init__(self) -> None:
+        self.text_turn = asyncio.Semaphore(self.text_tasks)
         self.concurrency = ConcurrencyLimiter(self.limits)
         self.sessions = Sessions(self.limits, self.clock)
         self.conversations = Conversations(self.limits)
@@ -232,7 +246,14 @@ class Call:
             size += self.kept_bytes
         if size is not None and size + entries * _ENTRY_BYTES <= _INLINE_BYTES:
             return work()
-        return await asyncio.to_thread(work)
+        return await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], _T]) -> _T:
+        """Return the result of work on texts, in a thread. What has begun when this is cancelled keeps its turn."""
+        await self.state.text_turn.acquire()
+        begun = asyncio.get_running_loop().run_in_executor(_text_threads(os.getpid()), work)
+        begun.add_done_callback(lambda _: self.state.text_turn.release())
+        return await asyncio.shield(begun)
 
     # ------------------------------------------------------------------------------------------------- sessions
 

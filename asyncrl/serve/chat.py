@@ -7,7 +7,6 @@ may write white space anywhere can go on doing so for ever.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import re
@@ -111,10 +110,10 @@ def json_schema(limits: Limits, name: str, schema: Any) -> Mapping[str, Any]:
     return schema
 
 
-async def text_grammar(limits: Limits, make: Callable[[Any], str], given: str | Sequence[str]) -> str:
+async def text_grammar(call: Call, make: Callable[[Any], str], given: str | Sequence[str]) -> str:
     """Return the grammar that ``make`` makes of texts within the limits, in a thread. Any: the type of ``given``."""
-    check_grammar(limits, given if isinstance(given, str) else "".join(given))
-    return await asyncio.to_thread(make, given)
+    check_grammar(call.state.limits, given if isinstance(given, str) else "".join(given))
+    return await call.in_thread(partial(make, given))
 
 
 def regex_grammar(pattern: str) -> str:
@@ -284,18 +283,23 @@ async def render_prompt(
     tools: Sequence[Tool],
     session: Session | None,
     rendering: Rendering,
+    *,
+    context_tokens: int | None = None,
 ) -> TurnPrompt:
     """Return the prompt of a turn, as a continuation within ``session`` if there is one.
 
+    A text that cannot fit into ``context_tokens`` is not tokenized.
+
     Raises:
-        APIError: there are too many messages or tools, or the template does not support such a conversation.
+        APIError: there are too many messages or tools, the template does not support such a conversation, or it is too
+            long.
     """
     from jinja2 import TemplateError
 
     limits = call.state.limits
     if len(messages) > limits.messages or len(tools) > limits.tools:
         raise APIError(400, f"at most {limits.messages} messages and {limits.tools} tools are accepted")
-    text = call.state.chat_text()
+    text = call.state.chat_text().within(context_tokens)
     if rendering.template:
         text = text.with_options(rendering.template)
     prefill = rendering.prefill(messages)
@@ -373,7 +377,8 @@ class ChatTurn:
         if tokens:
             prompt = (session or Session("", "")).token_prompt(tokens)
         else:
-            prompt = await render_prompt(call, messages, tools, session, rendering)
+            context = state.context_tokens if rendering.last_tokens is None else None
+            prompt = await render_prompt(call, messages, tools, session, rendering, context_tokens=context)
         if sampling.ignore_eos and form.grammar:
             raise APIError(400, "ignore_eos goes on after the end that a form gives the answer: give one of them")
         end = text.renderer.end_of_turn_id

@@ -303,7 +303,7 @@ class Middleware:
                     call_id = self._request_id(request) or call_id
                     state.choices_by_request[call_id] = 0
                     claimed = True
-                    if route.generates:
+                    if route.takes_place:
                         state.concurrency.acquire(holder)
                         places = 1
                     body = await self._body(request, route, decoder) if decoder is not None else None

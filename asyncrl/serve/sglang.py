@@ -125,7 +125,8 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
     sampling = await _sampling(call, body, given)
     ids = tuple(body.input_ids or ())
     if body.text is not None:
-        ids = tuple(await call.off_loop(partial(call.state.model_text().encode, body.text)))
+        whole = call.state.model_text().within(call.state.context_tokens)
+        ids = tuple(await call.off_loop(partial(whole.encode, body.text)))
     several = check_choices(call.state.limits, given.n)
     if body.stream:
         check_neutral(n=(several, 1))
@@ -192,7 +193,7 @@ async def _sampling(call: Call, body: GenerateBody, given: SGLangSampling) -> Sa
     forms = [name for name, (_, form) in made.items() if form is not None]
     if len(forms) > 1:
         raise APIError(400, f"{' and '.join(forms)} both restrict the text: give one of them")
-    grammar = "".join([await text_grammar(limits, make, form) for make, form in made.values() if form is not None])
+    grammar = "".join([await text_grammar(call, make, form) for make, form in made.values() if form is not None])
     with_prompt = body.return_logprob and body.logprob_start_len is not None and body.logprob_start_len >= 0
     top = (body.top_logprobs_num or 0) if body.return_logprob else 0
     return sampling_params(

@@ -520,7 +520,9 @@ class GroupedSink:
         self._tokens: Counter[str] = Counter()
         self._reserved: Counter[str] = Counter()
         self._storing: asyncio.Task[None] | None = None
+        self._puts: set[asyncio.Future[None]] = set()  # under way
         self._closing = asyncio.Event()
+        self._closed = False
         self.several_keys = False
 
     @property
@@ -543,6 +545,15 @@ class GroupedSink:
             OSError: a folder cannot be written.
             DeadlineError, BufferClosedError: a buffer has had no room in time, or is closed.
         """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._puts.add(ended)
+        try:
+            return await self._put(trajectories, group, holder, size)
+        finally:
+            self._puts.discard(ended)
+            ended.set_result(None)
+
+    async def _put(self, trajectories: Sequence[Trajectory], group: str, holder: str, size: int) -> str:
         if not group:
             return await self._sink.put(trajectories)
         members = len(self._incomplete.get((holder, group), _Group()).members) + 1
@@ -565,16 +576,26 @@ class GroupedSink:
             raise
 
     async def close(self, *, deadline_s: float = 10.0) -> None:
-        """Store the incomplete groups; log those that could not be stored within ``deadline_s`` as lost."""
+        """Store the incomplete groups, after the puts under way; log those that are not stored as lost.
+
+        That takes ``deadline_s`` at most. A put that ends later stores its group or logs it.
+        """
         self._closing.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
                 if self._storing is not None and not self._storing.done():
                     await self._storing  # while there is time: if it were cancelled, its group would be stored twice
+                while self._puts:
+                    await asyncio.wait(self._puts)
                 await self._flush(before_s=math.inf)
-        for (holder, name), group in self._incomplete.items():
+        self._closed = True
+        self._drop()
+
+    def _drop(self) -> None:
+        """Log the groups that wait as lost: nothing stores them any more."""
+        for holder, name in list(self._incomplete):
+            group = self._take(holder, name)
             _log.error("%s is lost: %d sessions, %d tokens", _named(holder, name), len(group.members), group.tokens)
-        self._incomplete.clear()
 
     async def _store_idle(self) -> None:
         """Store groups whenever some are idle, until there are none or this is closed."""
@@ -643,7 +664,9 @@ class GroupedSink:
             return
         self._incomplete[holder, name] = group
         self._count(holder, group, sign=1)
-        if self._storing is None or self._storing.done():
+        if self._closed:
+            self._drop()
+        elif self._storing is None or self._storing.done():
             self._storing = asyncio.create_task(self._store_idle(), name="incomplete groups")
 
     def _count(self, holder: str, group: _Group, *, sign: int) -> None:

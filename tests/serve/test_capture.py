@@ -251,6 +251,29 @@ async def test_closing_again_after_a_deadline_does_nothing(caplog):
     await groups.close()
 
 
+@pytest.mark.parametrize("deadline_s", [10.0, 0.01])
+async def test_closing_waits_for_a_group_that_is_being_stored_and_logs_it_if_it_never_is(caplog, deadline_s):
+    sink = BlockedSink()
+    groups = GroupedSink(sink)
+    await groups.put([trajectory(0)], group="g", size=2)
+    last = asyncio.create_task(groups.put([trajectory(1)], group="g", size=2))
+    while groups.incomplete:
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(groups.close(deadline_s=deadline_s))
+    if deadline_s < 1:
+        await closing
+        assert not caplog.text
+    await asyncio.sleep(0)
+    last.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await last
+    sink.open.set()
+    await closing
+    assert sink.kept == ([] if deadline_s < 1 else [[2]])
+    assert ("group 'g' is lost: 1 sessions, 3 tokens" in caplog.text) == (deadline_s < 1)
+    assert (groups.incomplete, groups.tokens) == (0, 0)
+
+
 async def test_incomplete_groups_are_stored_when_they_are_idle():
     now = 0.0
     sink = FailingSink()

@@ -268,7 +268,8 @@ async def _store(
     with state.sessions.ending(session):
         if body.turn_rewards and len(body.turn_rewards) != session.turns:
             raise APIError(400, f"there are {len(body.turn_rewards)} turn_rewards for {session.turns} turns")
-        trajectory = session.trajectory(
+        trajectory = await asyncio.to_thread(
+            session.trajectory,
             task={"session": session.name},
             reward=body.reward,
             info=body.info,

@@ -21,6 +21,7 @@ from array import array
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -452,12 +453,15 @@ class BufferSink:
     def __init__(self, buffer: ReplayBuffer, *, admission_timeout_s: float = 60.0) -> None:
         self._buffer = buffer
         self._next = 0
+        self._making = asyncio.Lock()  # one batch at a time: groups are admitted in the order of their ids
         self._timeout_s = admission_timeout_s
 
     async def put(self, trajectories: Sequence[Trajectory]) -> str:
-        group_id = max(self._next, self._buffer.statistics().admitted)
-        self._next = group_id + 1
-        batch = trajectories_to_batch(trajectories, group_id=group_id)  # first, since it may fail
+        async with self._making:
+            group_id = max(self._next, self._buffer.statistics().admitted)
+            self._next = group_id + 1
+            make = partial(trajectories_to_batch, trajectories, group_id=group_id)
+            batch = await asyncio.to_thread(make)  # before the admission, since it may fail
         await self._buffer.admit(group_id, timeout_s=self._timeout_s)
         self._buffer.put(GroupSummary(**batch.meta_info["summary"]), batch)
         return f"group_id {group_id}"
@@ -475,9 +479,8 @@ class _Group:
     reserved: int = 0
     touched_s: float = 0.0
 
-    def add(self, trajectories: Sequence[Trajectory], *, size: int) -> None:
-        tokens = sum(len(each.token_ids) for each in trajectories)
-        self.members.append(pickle.dumps(trajectories))
+    def add(self, pickled: bytes, *, tokens: int, size: int) -> None:
+        self.members.append(pickled)
         self.tokens += tokens
         self.reserved = max(self.tokens, self.reserved or size * tokens)
 
@@ -556,13 +559,14 @@ class GroupedSink:
     async def _put(self, trajectories: Sequence[Trajectory], group: str, holder: str, size: int) -> str:
         if not group:
             return await self._sink.put(trajectories)
+        pickled = await asyncio.to_thread(pickle.dumps, trajectories)  # first: other members may come meanwhile
         members = len(self._incomplete.get((holder, group), _Group()).members) + 1
         if members == 1 < size:
             self._check_room(holder)
         full = max(self.tokens, self._shares * self._tokens[holder]) >= 2 * self._max_tokens
         waiting = self._take(holder, group)
         if members < size and not full:
-            waiting.add(trajectories, size=size)
+            waiting.add(pickled, tokens=sum(len(each.token_ids) for each in trajectories), size=size)
             waiting.touched_s = self._clock()
             self._put_back(holder, group, waiting)
             return f"group {group}: {members} of {size}"

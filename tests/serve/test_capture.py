@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 
 import pytest
 
 from asyncrl.data import DataProto
 from asyncrl.errors import DeadlineError, InvalidDataError
 from asyncrl.rollout.trajectory import Trajectory, Turn
+from asyncrl.serve import sessions
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Limits
-from asyncrl.serve.sessions import BufferSink, FolderSink, GroupedSink
+from asyncrl.serve.sessions import BufferSink, FolderSink, GroupedSink, Session
 from buffers.replay import AsyncReplayBuffer
 
 
@@ -71,6 +73,53 @@ async def test_rewarded_sessions_reach_a_replay_buffer(serve):
         assert rows.batch["weight_versions"][0].tolist() == [-1, -1, 0, 0]
         assert group.summary.tokens == 4
         await served.get("/sessions/s1", status=404)
+
+
+async def test_what_grows_with_a_rewarded_session_is_done_in_a_thread(serve, monkeypatch):
+    on_the_loop: dict[str, bool] = {}
+
+    def watch(owner, name):
+        work = getattr(owner, name)
+
+        def watched(*arguments, **options):
+            on_the_loop[name] = threading.current_thread() is threading.main_thread()
+            return work(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in ((Session, "trajectory"), (sessions.pickle, "dumps"), (sessions, "trajectories_to_batch")):
+        watch(owner, name)
+    async with serve(lambda prompt: [7, 8], capture=BufferSink(buffer())) as served:
+        for number in (0, 1):
+            await sample(served, f"s{number}")
+            await served.post(f"/sessions/s{number}/reward", {"reward": 1.0, "group": "g", "group_size": 2})
+    assert on_the_loop == {"trajectory": False, "dumps": False, "trajectories_to_batch": False}
+
+
+async def test_groups_are_admitted_in_the_order_of_their_ids_however_long_their_batches_take(monkeypatch):
+    made, release, target = sessions.trajectories_to_batch, threading.Event(), buffer()
+
+    def batch(trajectories, *, group_id):
+        if group_id == 0:
+            assert release.wait(60)
+        return made(trajectories, group_id=group_id)
+
+    monkeypatch.setattr(sessions, "trajectories_to_batch", batch)
+    sink = BufferSink(target)
+    puts = [asyncio.create_task(sink.put([trajectory(number)])) for number in range(2)]
+    for _ in range(5):
+        await asyncio.to_thread(str)  # the second one, were it in a thread, would be admitted meanwhile
+    assert target.statistics().admitted == 0
+    release.set()
+    assert await asyncio.gather(*puts) == ["group_id 0", "group_id 1"]
+
+
+async def test_members_that_come_at_once_complete_their_group():
+    sink = FailingSink()
+    groups = GroupedSink(sink)
+    kept = await asyncio.gather(*(groups.put([trajectory(number)], group="g", size=4) for number in range(4)))
+    assert sorted(kept) == ["group g: 1 of 4", "group g: 2 of 4", "group g: 3 of 4", "kept"]
+    assert sorted(sink.kept[0]) == [0, 1, 2, 3]
 
 
 async def test_a_full_buffer_delays_rewards_and_loses_nothing(serve):

@@ -29,7 +29,7 @@ from asyncrl.serve.limits import ConcurrencyLimiter, Limits
 from asyncrl.serve.metrics import ServerMetrics
 from asyncrl.serve.pool import Follower, RayReplicas, WeightUpdater
 from asyncrl.serve.sessions import GroupedSink, Session, Sessions, TurnPrompt
-from asyncrl.serve.text import GeneratedTokens, ModelText
+from asyncrl.serve.text import Choice, GeneratedTokens, ModelText
 
 Plane: TypeAlias = Literal["user", "control", "agent"]
 """``agent`` serves one session, under an address that is its key."""
@@ -397,6 +397,15 @@ class Call:
         if len(requests) == 1:
             return [await self._collect(requests[0])]
         return await run_all(self._collect(request) for request in requests)
+
+    async def feed(self, choices: Sequence[Choice], made: Sequence[Generation | GenerationChunk]) -> None:
+        """Feed each choice what was made for it, as in :meth:`off_loop`: its tokens become text."""
+
+        def feed_all() -> None:
+            for choice, each in zip(choices, made, strict=True):
+                choice.feed(each)
+
+        await self.off_loop(feed_all, entries=sum(len(each.token_ids) for each in made), of_request=False)
 
     async def stream_all(
         self, requests: Sequence[GenerationRequest]

@@ -400,8 +400,7 @@ class ChatTurn:
         return turn
 
     async def collect(self) -> None:
-        for choice, generation in zip(self.choices, await self._call.collect_all(self.requests), strict=True):
-            choice.feed(generation)
+        await self._call.feed(self.choices, await self._call.collect_all(self.requests))
 
     def parse(self, number: int) -> ParsedTurn:
         """Check the form of a finished choice, add it to the session and return its message. Once per choice."""

@@ -144,10 +144,8 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
         for request in requests
     ]
 
-    def feed(choice: Choice, part: Generation | GenerationChunk) -> None:
-        choice.feed(part if given.max_new_tokens != 0 else prompt_only(part))
-        if part.finish_reason is not None:
-            record(choice.generation())
+    def shown(part: Generation | GenerationChunk) -> Generation | GenerationChunk:
+        return part if given.max_new_tokens != 0 else prompt_only(part)
 
     def answer(choice: Choice) -> SGLangAnswer:
         return SGLangAnswer(
@@ -157,23 +155,26 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
         )
 
     if not body.stream:
-        for choice, generation in zip(choices, await call.collect_all(requests), strict=True):
-            feed(choice, generation)
+        await call.feed(choices, [shown(each) for each in await call.collect_all(requests)])
+        for choice in choices:
+            await record(choice.generation())
         return await call.answer_made(
             lambda: answer(choices[0]) if several == 1 else [answer(choice) for choice in choices],
             entries=log_prob_entries(choices),
         )
-    events, (choice,), shown, places = call.events(), choices, 0, 1 + sampling.top_log_probs
+    events, (choice,), sent, places = call.events(), choices, 0, 1 + sampling.top_log_probs
     scored = len(ids) if sampling.prompt_log_probs is not None else 0
     most = (scored + sampling.max_new_tokens) * places if body.return_logprob else 1
     parts = max(min(_EVENTS, call.state.limits.likeliest_tokens // most), 1)
     async with aclosing(call.stream(requests[0])) as chunks:
         async for chunk in chunks:
-            feed(choice, chunk)
+            choice.feed(shown(chunk))
+            if chunk.finish_reason is not None:
+                await record(choice.generation())
             count = len(choice.token_ids)
             enough = max(given.stream_interval or 1, (scored + count) // parts) if events.begun else 0
-            if count - shown >= enough or chunk.finish_reason is not None:
-                shown = count
+            if count - sent >= enough or chunk.finish_reason is not None:
+                sent = count
                 entries = (scored + count) * places
                 made = await call.off_loop(partial(answer, choice), entries=entries, of_request=False)
                 await events.send(made, entries=entries)

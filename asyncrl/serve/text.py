@@ -410,7 +410,7 @@ class TextStream:
         """Return the rest of the text: no token follows."""
         if self.stopped is not None:
             return ""
-        piece = self._decoded()
+        piece = self._decoded() if self._shown < len(self._ids) else ""
         self._begin = self._shown = len(self._ids)
         return self._take(piece, last=True)
 

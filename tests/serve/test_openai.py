@@ -355,6 +355,36 @@ async def test_answers_with_many_log_probs_are_encoded_in_a_thread(serve, monkey
         await served.post(path, body)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "n": 2}),
+        ("/v1/messages", {"model": "tiny", "messages": CHAT["messages"], "max_tokens": 50}),
+        ("/v1/responses", {"model": "tiny", "input": "say it"}),
+        ("/sessions/s/generate", {"prompt_token_ids": [5]}),
+        ("/sessions/s/generate", {"input_ids": [5]}),
+        ("/sessions/s/inference/v1/generate", {"token_ids": [5], "sampling_params": {"n": 2}}),
+    ],
+)
+async def test_long_answers_become_text_in_a_thread(serve, monkeypatch, path, body):
+    threads = []
+
+    def watched(decode):
+        def watch(*arguments, **options):
+            threads.append(threading.current_thread() is threading.main_thread())
+            return decode(*arguments, **options)
+
+        return watch
+
+    monkeypatch.setattr(call, "_INLINE_BYTES", 150)
+    monkeypatch.setattr(ModelText, "decode", watched(ModelText.decode))
+    monkeypatch.setattr(ChatRenderer, "decode", watched(ChatRenderer.decode))
+    async with serve(lambda prompt: [80] * 50) as served:
+        await served.post(path, body)
+    assert threads
+    assert not any(threads)
+
+
 async def test_the_prompt_is_scored_once_where_the_first_choice_alone_shows_it(serve):
     async with serve(limits=Limits(likeliest_tokens=100)) as served:
         given = {"max_tokens": 1, "prompt_logprobs": 10, "n": 3}

@@ -404,6 +404,20 @@ def test_pieces_of_a_stream_join_to_the_whole_text(tokenizer, pieces, stops, cut
     assert "<to" not in "".join(given_out)
 
 
+def test_a_whole_answer_is_decoded_once():
+    from asyncrl.serve.text import TextStream
+
+    decoded = 0
+
+    def decode(ids):
+        nonlocal decoded
+        decoded += len(ids)
+        return bytes(ids).decode()
+
+    stream = TextStream(decode)
+    assert (stream.feed([*b"it again"]) + stream.finish(), decoded) == ("it again", 8)
+
+
 def test_bytes_that_make_no_character_are_not_decoded_again_and_again():
     from asyncrl.serve.text import TextStream
 

@@ -24,7 +24,7 @@ from asyncrl.serve.call import Call
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Limits, check_grammar, json_problem
 from asyncrl.serve.sessions import Session, TurnPrompt
-from asyncrl.serve.text import Choice, ModelText, ParsedTurn, last_tokens
+from asyncrl.serve.text import TEMPLATE_ERRORS, Choice, ModelText, ParsedTurn, last_tokens
 
 JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of every JSON object. Any: a JSON schema."""
@@ -294,8 +294,6 @@ async def render_prompt(
         APIError: there are too many messages or tools, the template does not support such a conversation, or it is too
             long.
     """
-    from jinja2 import TemplateError
-
     limits = call.state.limits
     if len(messages) > limits.messages or len(tools) > limits.tools:
         raise APIError(400, f"at most {limits.messages} messages and {limits.tools} tools are accepted")
@@ -323,7 +321,7 @@ async def render_prompt(
 
     try:
         return await call.off_loop(render)
-    except (TemplateError, TypeError, KeyError, IndexError) as error:  # the latter two on shapes they do not expect
+    except TEMPLATE_ERRORS as error:
         raise APIError(400, f"the model's chat template refuses these messages: {error}") from error
 
 

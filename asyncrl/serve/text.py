@@ -22,8 +22,8 @@ from asyncrl.serve.errors import context_length_error
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TEMPLATE_ERRORS = (TemplateError, ConfigError, TypeError, ValueError, KeyError)
-"""What templates raise on conversations that they do not support."""
+TEMPLATE_ERRORS = (TemplateError, ConfigError, TypeError, ValueError, LookupError, AttributeError)
+"""What templates raise on conversations, and shapes of tools, that they do not support."""
 
 
 def _byte_letters() -> dict[str, int]:
@@ -278,12 +278,12 @@ def _short_history_suffices(renderer: ChatRenderer) -> bool:
             for tools in ((), (tool,)):
                 try:
                     whole = renderer.extend(history, [], new_messages, tools)
-                except _TEMPLATE_ERRORS:  # this template never takes such a conversation
+                except TEMPLATE_ERRORS:  # this template never takes such a conversation
                     continue
                 try:
                     if renderer.extend(_shortened(history), [], new_messages, tools) != whole:
                         return False
-                except _TEMPLATE_ERRORS:
+                except TEMPLATE_ERRORS:
                     return False
     return True
 

@@ -528,6 +528,17 @@ def test_bytes_bound_no_tokens_where_a_tokenizer_leaves_some_out(tokenizer):
         assert ModelText(other)._token_bytes == bound
 
 
+async def test_what_a_template_raises_on_a_tool_is_the_mistake_of_the_request(serve, tokenizer, monkeypatch):
+    declared = "{% for tool in tools or [] %}{{ tool.function.parameters.properties | dictsort }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", declared + tokenizer.chat_template)
+    async with serve() as served:
+        for properties, status in (({}, 200), ([], 400)):
+            function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+            body = {**CHAT, "tools": [{"type": "function", "function": function}]}
+            answer = await served.post("/v1/chat/completions", body, status=status)
+        assert "the model's chat template refuses these messages" in answer["error"]["message"]
+
+
 async def test_each_choice_has_its_own_seed(serve):
     async with serve() as served:
         await served.post("/v1/completions", {"model": "tiny", "prompt": [5], "n": 3, "seed": 11})

@@ -337,7 +337,8 @@ async def version(call: Call) -> web.StreamResponse:
 async def readyz(call: Call) -> web.StreamResponse:
     """Check that a request would be served now."""
     state = call.state
-    if state.concurrency.draining or not state.ready or not any(each.serving for each in state.replica_pool.replicas()):
+    serving = any(each.serving for each in state.replica_pool.replicas())
+    if state.concurrency.draining or not state.ready or not serving or state.replica_pool.statistics().paused:
         raise APIError(503, "not ready", retry_after_s=1)
     return call.answer(Done())
 

@@ -191,6 +191,15 @@ async def test_probes_and_metrics(serve):
         assert 'asyncrl_replica_weight_version{replica="r0"} 0.0' in text
 
 
+async def test_a_server_is_not_ready_while_it_is_paused(serve):
+    async with serve() as served:
+        await served.control("POST", "/pause")
+        await served.get("/readyz", status=503)
+        assert (await served.get("/health", status=503))["error"] == "paused"
+        await served.control("POST", "/resume")
+        await served.get("/readyz")
+
+
 async def test_a_probe_that_is_aborted_has_shown_nothing(serve):
     async with serve(lambda prompt: [7] * 10, token_s=10.0) as served:
         probing = asyncio.create_task(served.get("/health", status=503))

@@ -301,9 +301,10 @@ def check_grammar(limits: Limits, grammar: str) -> str:
 
 
 class ConcurrencyLimiter:
-    """Counts choices and tokenizations that are ``running`` or about to. Beyond a bound a request fails at once; none waits here.
+    """Counts choices and tokenizations that are ``running`` or about to.
 
-    A key at its bound gets 429, all keys at the server's bound get 503, both with ``Retry-After``.
+    Beyond a bound a request fails at once; none waits here. A key at its bound gets 429, all keys at the server's bound
+    get 503, both with ``Retry-After``.
     """
 
     def __init__(self, limits: Limits) -> None:

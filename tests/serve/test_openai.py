@@ -481,10 +481,10 @@ TURN = [{"role": "user", "content": LONG}]
     ("path", "body", "said"),
     [
         ("/v1/completions", {"model": "tiny", "prompt": ["it", LONG]}, "maximum context length is 20 tokens. However"),
-        ("/v1/chat/completions", {**CHAT, "messages": TURN}, "resulted in at least 1"),
-        ("/v1/responses", {"model": "tiny", "input": LONG}, "resulted in at least 1"),
-        ("/generate", {"text": LONG}, "resulted in at least 1"),
-        ("/v1/messages", {"model": "tiny", "messages": TURN, "max_tokens": 5}, "prompt is too long: 1"),
+        ("/v1/chat/completions", {**CHAT, "messages": TURN}, "resulted in at least "),
+        ("/v1/responses", {"model": "tiny", "input": LONG}, "resulted in at least "),
+        ("/generate", {"text": LONG}, "resulted in at least "),
+        ("/v1/messages", {"model": "tiny", "messages": TURN, "max_tokens": 5}, "prompt is too long: "),
         ("/sessions/s/v1/messages", {"model": "tiny", "messages": TURN, "max_tokens": 5}, "tokens > 20 maximum"),
     ],
 )

@@ -55,7 +55,7 @@ class Route:
         api: schema of its errors.
         tag: chapter of the document.
         timed: whether the limit of a generation's time applies.
-        takes_place: whether a request is one of those under way, generations mostly, before its body is read.
+        takes_place: whether a request counts as a generation that is under way, before its body is read.
     """
 
     method: Method

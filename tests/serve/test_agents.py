@@ -85,7 +85,8 @@ async def test_the_long_texts_of_an_agent_are_tokenized_one_at_a_time(
 
     monkeypatch.setattr(ChatRenderer, "prompt", prompt)
     episode = policy()
-    await episode.engine.start()
+    engine: Any = episode.engine
+    await engine.start()
     async with AgentSession(episode) as session, asyncio.timeout(60), asyncio.TaskGroup() as group:
         long = ASK | {"messages": [{"role": "user", "content": "again " * 5000}]}
         for _ in range(3):

@@ -70,8 +70,8 @@ class ServerState:
         decide_sampling: makes the sampling parameters of a generation of those that its client asks for.
         admit: raises an API error unless so many generations, all choices of a request, may be sent now.
         text: of the model; None serves token ids only.
-        text_tasks: pieces of long work on its requests' texts that have one of the process's threads for it, or wait for
-            one, at a time.
+        text_tasks: pieces of long work on its requests' texts that have one of the process's threads for it, or wait
+            for one, at a time.
         context_tokens: longest prompt and answer together; None if it is unknown.
         dtype: of the weights, by torch's name; empty if it is unknown.
         capture: where the trajectories of rewarded sessions go; None refuses rewards.

@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,7 @@ class ChatRenderer:
     ) -> None:
         self._tokenizer = tokenizer
         self._options = dict(chat_template_kwargs or {})
+        self._check: Callable[[str], object] | None = None
         self._knows_calls = "tool_calls" in str(tokenizer.chat_template)
         if not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template", path="model", remedy="use an instruct model")
@@ -111,6 +112,12 @@ class ChatRenderer:
             raise InvalidDataError(f"{', '.join(sorted(taken))} is no variable of a chat template")
         other = copy.copy(self)
         other._options = {**self._options, **options}  # noqa: SLF001 - its own copy
+        return other
+
+    def checked(self, check: Callable[[str], object]) -> ChatRenderer:
+        """Return a renderer that calls ``check``, which may raise, with each text before it is encoded."""
+        other = copy.copy(self)
+        other._check = check  # noqa: SLF001 - its own copy
         return other
 
     def further_roles(self) -> tuple[str, ...]:
@@ -251,6 +258,8 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a part of a rendered conversation, with nothing put before it."""
+        if self._check is not None:
+            self._check(text)
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
 

@@ -88,6 +88,7 @@ class AgentSession:
             decide_sampling=self._sampling,
             admit=self._admit,
             text=_text_of(policy.renderer),
+            text_tasks=1,
             context_tokens=policy.max_seq_len,
             limits=Limits(
                 connections=_CONNECTIONS,

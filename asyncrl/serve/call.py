@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
@@ -26,7 +29,7 @@ from asyncrl.serve.limits import ConcurrencyLimiter, Limits
 from asyncrl.serve.metrics import ServerMetrics
 from asyncrl.serve.pool import Follower, RayReplicas, WeightUpdater
 from asyncrl.serve.sessions import GroupedSink, Session, Sessions, TurnPrompt
-from asyncrl.serve.text import GeneratedTokens, ModelText
+from asyncrl.serve.text import Choice, GeneratedTokens, ModelText
 
 Plane: TypeAlias = Literal["user", "control", "agent"]
 """``agent`` serves one session, under an address that is its key."""
@@ -35,7 +38,14 @@ _T = TypeVar("_T")
 _json = msgspec.json.Encoder()
 _INLINE_BYTES = 16_384  # as text they take about ten milliseconds
 _ENTRY_BYTES = 4  # of text that takes as long as one log-prob of an answer
+_TEXT_THREADS = min(16, os.cpu_count() or 1)
 _NO_PUNCTUATION = str.maketrans("", "", "._:-")
+
+
+@cache
+def _text_threads(process: int) -> ThreadPoolExecutor:
+    """Return the threads of this process for work on texts, which leaves the event loop's own to weights and files."""
+    return ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix=f"text-{process}")
 
 
 class TokenPool(Protocol):
@@ -60,6 +70,8 @@ class ServerState:
         decide_sampling: makes the sampling parameters of a generation of those that its client asks for.
         admit: raises an API error unless so many generations, all choices of a request, may be sent now.
         text: of the model; None serves token ids only.
+        text_tasks: pieces of long work on its requests' texts that have one of the process's threads for it, or wait
+            for one, at a time.
         context_tokens: longest prompt and answer together; None if it is unknown.
         dtype: of the weights, by torch's name; empty if it is unknown.
         capture: where the trajectories of rewarded sessions go; None refuses rewards.
@@ -70,6 +82,7 @@ class ServerState:
         ray_replicas: makes replicas on other machines; None refuses that.
         choices_by_request: number of choices of the running requests, by request id: 0 until they are sent to the pool.
         ready: whether requests would be served.
+        text_turn: held by each of those pieces.
         probing, probed: held by the running health check; when the last one began, and why it failed.
     """
 
@@ -80,6 +93,7 @@ class ServerState:
     decide_sampling: Callable[[SamplingParams], SamplingParams] = lambda wanted: wanted
     admit: Callable[[int], None] = lambda generations: None
     text: ModelText | None = None
+    text_tasks: int = _TEXT_THREADS
     context_tokens: int | None = None
     dtype: str = ""
     limits: Limits = field(default_factory=Limits)
@@ -95,10 +109,12 @@ class ServerState:
     metrics: ServerMetrics = field(init=False)
     choices_by_request: dict[str, int] = field(init=False, default_factory=dict)
     ready: bool = field(init=False, default=False)
+    text_turn: asyncio.Semaphore = field(init=False)
     probing: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     probed: tuple[float, str] = field(init=False, default=(-math.inf, ""))
 
     def __post_init__(self) -> None:
+        self.text_turn = asyncio.Semaphore(self.text_tasks)
         self.concurrency = ConcurrencyLimiter(self.limits)
         self.sessions = Sessions(self.limits, self.clock)
         self.conversations = Conversations(self.limits)
@@ -222,15 +238,24 @@ class Call:
         assert isinstance(self.body, kind)
         return self.body
 
-    async def off_loop(self, work: Callable[[], _T], *, entries: int = 0) -> _T:
+    async def off_loop(self, work: Callable[[], _T], *, entries: int = 0, of_request: bool = True) -> _T:
         """Return the result of work that grows with the request, in a thread if that could hold the event loop.
 
-        ``entries`` are the log-probs of an answer that is made.
+        ``entries`` are the log-probs of an answer that is made; without ``of_request`` it grows with them alone.
         """
-        size = self.request.content_length
-        if size is not None and size + self.kept_bytes + entries * _ENTRY_BYTES <= _INLINE_BYTES:
+        size: int | None = 0
+        if of_request and (size := self.request.content_length) is not None:
+            size += self.kept_bytes
+        if size is not None and size + entries * _ENTRY_BYTES <= _INLINE_BYTES:
             return work()
-        return await asyncio.to_thread(work)
+        return await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], _T]) -> _T:
+        """Return the result of work on texts, in a thread. What has begun when this is cancelled keeps its turn."""
+        await self.state.text_turn.acquire()
+        begun = asyncio.get_running_loop().run_in_executor(_text_threads(os.getpid()), work)
+        begun.add_done_callback(lambda _: self.state.text_turn.release())
+        return await asyncio.shield(begun)
 
     # ------------------------------------------------------------------------------------------------- sessions
 
@@ -375,6 +400,15 @@ class Call:
             return [await self._collect(requests[0])]
         return await run_all(self._collect(request) for request in requests)
 
+    async def feed(self, choices: Sequence[Choice], made: Sequence[Generation | GenerationChunk]) -> None:
+        """Feed each choice what was made for it, as in :meth:`off_loop`: its tokens become text."""
+
+        def feed_all() -> None:
+            for choice, each in zip(choices, made, strict=True):
+                choice.feed(each)
+
+        await self.off_loop(feed_all, entries=sum(len(each.token_ids) for each in made), of_request=False)
+
     async def stream_all(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
@@ -454,11 +488,14 @@ class EventStream:
     def begun(self) -> bool:
         return self.response.prepared
 
-    async def send(self, content: Any, *, event: str = "") -> None:
-        """Send one event. Any: what msgspec encodes."""
+    async def send(self, content: Any, *, event: str = "", entries: int = 0) -> None:
+        """Send one event with so many ``entries``, encoded as in :meth:`Call.off_loop`. Any: what msgspec encodes."""
         head = f"event: {event}\n".encode() if event else b""
         self.sent += 1
-        await self.send_bytes(b"%sdata: %s\n\n" % (head, _json.encode(content)))
+        encode = partial(msgspec.json.encode, content)
+        await self.send_bytes(
+            b"%sdata: %s\n\n" % (head, await self._call.off_loop(encode, entries=entries, of_request=False))
+        )
 
     async def send_bytes(self, data: bytes) -> None:
         self.stalled = True

@@ -7,7 +7,6 @@ may write white space anywhere can go on doing so for ever.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import re
@@ -25,7 +24,7 @@ from asyncrl.serve.call import Call
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Limits, check_grammar, json_problem
 from asyncrl.serve.sessions import Session, TurnPrompt
-from asyncrl.serve.text import Choice, ModelText, ParsedTurn, last_tokens
+from asyncrl.serve.text import TEMPLATE_ERRORS, Choice, ModelText, ParsedTurn, last_tokens
 
 JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of every JSON object. Any: a JSON schema."""
@@ -111,10 +110,10 @@ def json_schema(limits: Limits, name: str, schema: Any) -> Mapping[str, Any]:
     return schema
 
 
-async def text_grammar(limits: Limits, make: Callable[[Any], str], given: str | Sequence[str]) -> str:
+async def text_grammar(call: Call, make: Callable[[Any], str], given: str | Sequence[str]) -> str:
     """Return the grammar that ``make`` makes of texts within the limits, in a thread. Any: the type of ``given``."""
-    check_grammar(limits, given if isinstance(given, str) else "".join(given))
-    return await asyncio.to_thread(make, given)
+    check_grammar(call.state.limits, given if isinstance(given, str) else "".join(given))
+    return await call.in_thread(partial(make, given))
 
 
 def regex_grammar(pattern: str) -> str:
@@ -284,18 +283,21 @@ async def render_prompt(
     tools: Sequence[Tool],
     session: Session | None,
     rendering: Rendering,
+    *,
+    context_tokens: int | None = None,
 ) -> TurnPrompt:
     """Return the prompt of a turn, as a continuation within ``session`` if there is one.
 
-    Raises:
-        APIError: there are too many messages or tools, or the template does not support such a conversation.
-    """
-    from jinja2 import TemplateError
+    A text that cannot fit into ``context_tokens`` is not tokenized.
 
+    Raises:
+        APIError: there are too many messages or tools, the template does not support such a conversation, or it is too
+            long.
+    """
     limits = call.state.limits
     if len(messages) > limits.messages or len(tools) > limits.tools:
         raise APIError(400, f"at most {limits.messages} messages and {limits.tools} tools are accepted")
-    text = call.state.chat_text()
+    text = call.state.chat_text().within(context_tokens)
     if rendering.template:
         text = text.with_options(rendering.template)
     prefill = rendering.prefill(messages)
@@ -319,7 +321,7 @@ async def render_prompt(
 
     try:
         return await call.off_loop(render)
-    except (TemplateError, TypeError, KeyError, IndexError) as error:  # the latter two on shapes they do not expect
+    except TEMPLATE_ERRORS as error:
         raise APIError(400, f"the model's chat template refuses these messages: {error}") from error
 
 
@@ -373,7 +375,8 @@ class ChatTurn:
         if tokens:
             prompt = (session or Session("", "")).token_prompt(tokens)
         else:
-            prompt = await render_prompt(call, messages, tools, session, rendering)
+            context = state.context_tokens if rendering.last_tokens is None else None
+            prompt = await render_prompt(call, messages, tools, session, rendering, context_tokens=context)
         if sampling.ignore_eos and form.grammar:
             raise APIError(400, "ignore_eos goes on after the end that a form gives the answer: give one of them")
         end = text.renderer.end_of_turn_id
@@ -395,8 +398,7 @@ class ChatTurn:
         return turn
 
     async def collect(self) -> None:
-        for choice, generation in zip(self.choices, await self._call.collect_all(self.requests), strict=True):
-            choice.feed(generation)
+        await self._call.feed(self.choices, await self._call.collect_all(self.requests))
 
     def parse(self, number: int) -> ParsedTurn:
         """Check the form of a finished choice, add it to the session and return its message. Once per choice."""

@@ -253,22 +253,28 @@ async def weights(call: Call) -> web.StreamResponse:
     """Prepare, commit, or swap (both). Running generations continue under the new version."""
     body = call.body_as(WeightsRequest)
     updater = _updater(call)
-    if body.action != "commit":
-        if (body.folder is None) == (body.manifest is None):
-            raise APIError(400, "give either a folder or a manifest")
-        if body.adapter is not None and body.folder is None:
-            raise APIError(400, "adapter is the name for that of a folder: a manifest has a name of its own")
-        if body.folder is not None:
-            change = updater.swap if body.action == "swap" else updater.prepare_folder
-            await change(path_or_url(body.folder), version=body.version, adapter=body.adapter)
-        elif body.action == "swap":
-            await updater.swap_manifest(_manifest(body.manifest))
-        else:
-            updater.prepare(_manifest(body.manifest))
-    elif body.version is None:
-        raise APIError(400, "commit needs the version")
-    else:
+    if body.action == "commit":
+        if unread := [name for name in ("folder", "adapter", "manifest") if getattr(body, name) is not None]:
+            raise APIError(400, f"commit takes the version that is prepared, and no {unread[0]}: leave it out, or swap")
+        if body.version is None:
+            raise APIError(400, "commit needs the version")
         await updater.commit(body.version)
+        return await weight_status(call)
+    if (body.folder is None) == (body.manifest is None):
+        raise APIError(400, "give either a folder or a manifest")
+    if body.adapter is not None and body.folder is None:
+        raise APIError(400, "adapter is the name for that of a folder: a manifest has a name of its own")
+    if body.folder is not None:
+        change = updater.swap if body.action == "swap" else updater.prepare_folder
+        await change(path_or_url(body.folder), version=body.version, adapter=body.adapter)
+        return await weight_status(call)
+    manifest = _manifest(body.manifest)
+    if body.version not in (None, manifest.version):
+        raise APIError(400, f"version is {body.version}, and {manifest.version} in the manifest: leave it out")
+    if body.action == "swap":
+        await updater.swap_manifest(manifest)
+    else:
+        updater.prepare(manifest)
     return await weight_status(call)
 
 

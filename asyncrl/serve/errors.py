@@ -130,12 +130,15 @@ def error_event(
     return ErrorEvent(message=error.message, code=error.code, sequence_number=number, error=body.error)
 
 
-def context_length_error(prompt_tokens: int, context_tokens: int) -> APIError:
-    """Return the error for a prompt that is too long, in the words that clients match to shorten it."""
+def context_length_error(prompt_tokens: int, context_tokens: int, *, at_least: bool = False) -> APIError:
+    """Return the error for a prompt that is too long, in the words that clients match to shorten it.
+
+    The prompt may have more tokens, if they are ``at_least`` so many.
+    """
     return APIError(
         400,
         f"This model's maximum context length is {context_tokens} tokens. However, your messages resulted in "
-        f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+        f"{'at least ' if at_least else ''}{prompt_tokens} tokens. Please reduce the length of the messages.",
         code=CONTEXT_LENGTH_EXCEEDED,
         anthropic=f"prompt is too long: {prompt_tokens} tokens > {context_tokens} maximum",
     )

@@ -51,7 +51,7 @@ class Limits:
         grammar_size_bytes: of a grammar, and so of the schemas it is made of.
         info_size_bytes: ``info`` of a reward, as JSON.
         prompts: of one /v1/completions request.
-        concurrent_requests, concurrent_requests_per_key: choices that are generated at a time.
+        concurrent_requests, concurrent_requests_per_key: choices that are generated, and tokenizations, at a time.
         connections: open at a time; further ones are closed at once.
         idle_timeout_s: for the next request, its headers included, on a connection.
         write_timeout_s: for a client to take what was sent.
@@ -301,9 +301,10 @@ def check_grammar(limits: Limits, grammar: str) -> str:
 
 
 class ConcurrencyLimiter:
-    """Counts the choices that are ``running`` or about to. Beyond a bound a request fails at once; none waits here.
+    """Counts choices and tokenizations that are ``running`` or about to.
 
-    A key at its bound gets 429, all keys at the server's bound get 503, both with ``Retry-After``.
+    Beyond a bound a request fails at once; none waits here. A key at its bound gets 429, all keys at the server's bound
+    get 503, both with ``Retry-After``.
     """
 
     def __init__(self, limits: Limits) -> None:

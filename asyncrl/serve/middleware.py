@@ -206,14 +206,17 @@ class PlaneAccess:
         return (self.operators if self.plane == "control" else self.users) is None
 
     def caller(self, presented: str) -> tuple[Caller, str]:
-        """Return the kind of caller that has this key (empty for none), and the holder's name."""
+        """Return the kind of caller that has this key (empty for none), and its holder: the kind and the name.
+
+        Holders of two rings are never the same, although their files may name both alike.
+        """
         if not presented:
             return "anonymous", ""
         found: tuple[Caller, str] = "unknown", ""
-        if self.users is not None and (holder := self.users.holder_of(presented)) is not None:
-            found = "user", holder
-        if self.operators is not None and (holder := self.operators.holder_of(presented)) is not None:
-            found = "operator", holder
+        if self.users is not None and (name := self.users.holder_of(presented)) is not None:
+            found = "user", f"user {name}"
+        if self.operators is not None and (name := self.operators.holder_of(presented)) is not None:
+            found = "operator", f"operator {name}"
         return found
 
 
@@ -303,7 +306,7 @@ class Middleware:
                     call_id = self._request_id(request) or call_id
                     state.choices_by_request[call_id] = 0
                     claimed = True
-                    if route.generates:
+                    if route.takes_place:
                         state.concurrency.acquire(holder)
                         places = 1
                     body = await self._body(request, route, decoder) if decoder is not None else None

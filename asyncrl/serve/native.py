@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
@@ -74,16 +75,19 @@ class GenerateAnswer(Struct, kw_only=True):
 
 def token_turn(
     call: Call, ids: tuple[int, ...], sampling: SamplingParams, *, choices: int = 1, scored_once: bool = False
-) -> tuple[list[GenerationRequest], Callable[[Generation], None]]:
+) -> tuple[list[GenerationRequest], Callable[[Generation], Awaitable[None]]]:
     """Return the requests for turns after a prompt of ``ids``, and what adds a turn to the session."""
     session = call.session()
     place = session.token_prompt(ids) if session is not None else None
     requests = call.requests(ids, sampling, choices=choices, scored_once=scored_once)
 
-    def record(generation: Generation) -> None:
-        if place is not None:
-            text = call.state.text.decode(generation.token_ids) if call.state.text is not None else ""
-            call.record(place, generation, {"role": "assistant", "content": text})
+    async def record(generation: Generation) -> None:
+        if place is None:
+            return
+        said, text, ids = "", call.state.text, generation.token_ids
+        if text is not None:
+            said = await call.off_loop(partial(text.decode, ids), entries=len(ids), of_request=False)
+        call.record(place, generation, {"role": "assistant", "content": said})
 
     return requests, record
 
@@ -105,7 +109,7 @@ async def generate(call: Call) -> web.StreamResponse:
     requests, record = token_turn(call, tuple(body.prompt_token_ids), sampling)
     if not body.stream:
         (generation,) = await call.collect_all(requests)
-        record(generation)
+        await record(generation)
         if not sampling.top_log_probs and sampling.prompt_log_probs is None:  # most requests save a closure
             return call.answer(_generate_answer(call, generation))
         entries = log_prob_entries([generation])
@@ -113,15 +117,18 @@ async def generate(call: Call) -> web.StreamResponse:
     events = call.events()
     tokens = GeneratedTokens()
     event: GenerateAnswer | None = None
+    entries = 0
     async with aclosing(call.stream(requests[0])) as chunks:
         async for chunk in chunks:
             event = _generate_answer(call, chunk, offset=len(tokens.token_ids))
             tokens.add(chunk)
+            entries = log_prob_entries([chunk])
             if chunk.finish_reason is None:
-                await events.send(event)
-    record(tokens.generation())
+                await events.send(event, entries=entries)
+    await record(tokens.generation())
     call.leave_session()
-    await events.send(event)  # last: a client that has read it finds the turn in the session, and the session idle
+    # last: a client that has read it finds the turn in the session, and the session idle
+    await events.send(event, entries=entries)
     return await events.end()
 
 
@@ -265,7 +272,8 @@ async def _store(
     with state.sessions.ending(session):
         if body.turn_rewards and len(body.turn_rewards) != session.turns:
             raise APIError(400, f"there are {len(body.turn_rewards)} turn_rewards for {session.turns} turns")
-        trajectory = session.trajectory(
+        trajectory = await asyncio.to_thread(
+            session.trajectory,
             task={"session": session.name},
             reward=body.reward,
             info=body.info,
@@ -329,7 +337,8 @@ async def version(call: Call) -> web.StreamResponse:
 async def readyz(call: Call) -> web.StreamResponse:
     """Check that a request would be served now."""
     state = call.state
-    if state.concurrency.draining or not state.ready or not any(each.serving for each in state.replica_pool.replicas()):
+    serving = any(each.serving for each in state.replica_pool.replicas())
+    if state.concurrency.draining or not state.ready or not serving or state.replica_pool.statistics().paused:
         raise APIError(503, "not ready", retry_after_s=1)
     return call.answer(Done())
 

@@ -498,7 +498,7 @@ def _check_neutral(body: ChatCompletionRequest | CompletionRequest, **fields: tu
 
 
 async def _constraint(
-    limits: Limits, body: ChatCompletionRequest | CompletionRequest
+    call: Call, body: ChatCompletionRequest | CompletionRequest
 ) -> tuple[Mapping[str, Any] | None, str]:
     """Return the JSON schema and the grammar that the text follows; at most one of them is there. Any: JSON."""
     outputs, form = body.structured_outputs or StructuredOutputs(), body.response_format
@@ -532,8 +532,8 @@ async def _constraint(
     (name,) = given
     if name in texts:
         make, text = texts[name]
-        return None, await text_grammar(limits, make, text)
-    return json_schema(limits, name, schemas[name]), ""
+        return None, await text_grammar(call, make, text)
+    return json_schema(call.state.limits, name, schemas[name]), ""
 
 
 def _last_tokens(call: Call, body: ChatCompletionRequest | CompletionRequest) -> int | None:
@@ -663,7 +663,7 @@ def _tool_use(body: ChatCompletionRequest) -> ToolUse:
 
 async def _form(call: Call, body: ChatCompletionRequest, tools: ToolUse) -> Form:
     """Return the form of the answer: of the response format, required calls, or any text."""
-    schema, grammar = await _constraint(call.state.limits, body)
+    schema, grammar = await _constraint(call, body)
     return await chat_form(
         call,
         tools=tools.declared,
@@ -824,11 +824,13 @@ async def detokenize(call: Call) -> web.StreamResponse:
     body, state = call.body_as(DetokenizeRequest), call.state
     call.choose_model(body.model)
     text = state.model_text()
-    if wrong := [token for token in body.tokens if token >= text.vocabulary]:
-        raise APIError(400, f"{wrong[0]} is no token; the vocabulary is 0..{text.vocabulary - 1}")
-    return call.answer(
-        DetokenizeAnswer(await call.off_loop(lambda: text.decode(body.tokens, skip_special_tokens=False)))
-    )
+
+    def decode() -> str:
+        if wrong := [token for token in body.tokens if token >= text.vocabulary]:
+            raise APIError(400, f"{wrong[0]} is no token; the vocabulary is 0..{text.vocabulary - 1}")
+        return text.decode(body.tokens, skip_special_tokens=False)
+
+    return call.answer(DetokenizeAnswer(await call.off_loop(decode)))
 
 
 # ----------------------------------------------------------------------------------------------------- completions
@@ -846,10 +848,12 @@ async def completions(call: Call) -> web.StreamResponse:
         raise APIError(400, f"at most {state.limits.prompts} prompts are accepted at a time")
     if count * choices > (most := state.limits.concurrent_requests_per_key):
         raise APIError(400, f"{count} prompts of {choices} choices are more than the {most} generations that may run")
-    encoded = await call.off_loop(lambda: _prompts(text, body.prompt))
-    prompts = [last_tokens(prompt, _last_tokens(call, body)) for prompt in encoded]
+    last = _last_tokens(call, body)
+    whole = text if last is not None else text.within(state.context_tokens)
+    encoded = await call.off_loop(lambda: _prompts(whole, body.prompt))
+    prompts = [last_tokens(prompt, last) for prompt in encoded]
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    schema, grammar = await _constraint(state.limits, body)
+    schema, grammar = await _constraint(call, body)
     if schema is not None:
         grammar = await call.off_loop(partial(json_grammar, schema))
     scored = body.prompt_logprobs if body.prompt_logprobs is not None or not body.echo else body.logprobs
@@ -926,11 +930,12 @@ async def completions(call: Call) -> web.StreamResponse:
     events = call.events()
     async with aclosing(call.stream_all(requests)) as stream:
         async for number, piece in stream:
-            choice = part(number, piece)
+            entries = log_prob_entries([piece]) + (len(prompts[number // choices]) if number not in offsets else 0)
+            choice = await call.off_loop(partial(part, number, piece), entries=entries, of_request=False)
             if piece.finish_reason:
                 record(number)
             if choice.text or piece.finish_reason or body.return_token_ids or body.logprobs is not None:
-                await events.send(answer([choice], with_usage=usage == "all"))
+                await events.send(answer([choice], with_usage=usage == "all"), entries=entries)
     if usage != "none":
         await events.send(answer([], with_usage=True))
     call.leave_session()

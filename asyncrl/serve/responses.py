@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -388,10 +389,12 @@ async def _stream(
     events, choice, text = call.events(), turn.choices[0], call.state.chat_text()
     said = {"item_id": _message_id(call), "output_index": 0, "content_index": 0}
     response, opened, shown = _response(body), False, 0
+    entries = 0  # of each event
 
     async def send(kind: Any, **fields: Any) -> None:
         """Any: fields of an event, and its type."""
-        await events.send(ResponseEvent(type=kind, sequence_number=events.sent, **fields), event=kind)
+        event = ResponseEvent(type=kind, sequence_number=events.sent, **fields)
+        await events.send(event, event=kind, entries=entries)
 
     async def open_message() -> None:
         nonlocal opened
@@ -401,10 +404,14 @@ async def _stream(
         await send("response.content_part.added", **said, part=OutputText(text=""))
 
     async def send_text(piece: str) -> None:
-        nonlocal shown
+        nonlocal shown, entries
         if not opened:
             await open_message()
-        log_probs = token_log_probs(text, choice, shown) if body.with_log_probs else []
+        log_probs: list[TokenLogProb] = []
+        if body.with_log_probs:
+            entries = (len(choice.token_ids) - shown) * (1 + (body.top_logprobs or 0))
+            scored = partial(token_log_probs, text, choice, shown)
+            log_probs = await call.off_loop(scored, entries=entries, of_request=False)
         shown = len(choice.token_ids)
         await send("response.output_text.delta", **said, delta=piece, logprobs=log_probs)
 
@@ -419,6 +426,7 @@ async def _stream(
     if parsed.tail:
         await send_text(parsed.tail)
     await _finish(response, call, body, turn, parsed, conversation)
+    entries = log_prob_entries([choice]) if body.with_log_probs else 0
     for at, item in enumerate(response.output):
         if isinstance(item, OutputMessage):
             if not opened:

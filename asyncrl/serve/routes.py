@@ -55,7 +55,7 @@ class Route:
         api: schema of its errors.
         tag: chapter of the document.
         timed: whether the limit of a generation's time applies.
-        generates: whether a request takes a place among the generations, before its body is read.
+        takes_place: whether a request counts as a generation that is under way, before its body is read.
     """
 
     method: Method
@@ -73,7 +73,7 @@ class Route:
     api: API = "openai"
     tag: str = "tokens"
     timed: bool = True
-    generates: bool = False
+    takes_place: bool = False
 
     @property
     def summary(self) -> str:
@@ -125,7 +125,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/chat/completions",
             openai.chat_completions,
-            generates=True,
+            takes_place=True,
             tag="openai",
             request=openai.ChatCompletionRequest,
             answer=openai.ChatCompletion,
@@ -135,7 +135,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/chat/completions/tokens",
             openai.chat_tokens,
-            generates=True,
+            takes_place=True,
             tag="openai",
             request=openai.ChatTokensRequest,
             answer=openai.ChatCompletion,
@@ -145,7 +145,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/completions",
             openai.completions,
-            generates=True,
+            takes_place=True,
             tag="openai",
             request=openai.CompletionRequest,
             answer=openai.Completion,
@@ -155,7 +155,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/responses",
             responses.create,
-            generates=True,
+            takes_place=True,
             tag="openai",
             api="responses",
             request=responses.ResponsesRequest,
@@ -166,7 +166,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/messages",
             anthropic.messages,
-            generates=True,
+            takes_place=True,
             tag="anthropic",
             api="anthropic",
             request=anthropic.MessagesRequest,
@@ -177,6 +177,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/messages/count_tokens",
             anthropic.count_tokens,
+            takes_place=True,
             tag="anthropic",
             api="anthropic",
             request=anthropic.CountTokensRequest,
@@ -186,6 +187,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/tokenize",
             openai.tokenize,
+            takes_place=True,
             tag="openai",
             request=openai.TokenizeRequest,
             answer=openai.TokenizeAnswer,
@@ -194,6 +196,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/detokenize",
             openai.detokenize,
+            takes_place=True,
             tag="openai",
             request=openai.DetokenizeRequest,
             answer=openai.DetokenizeAnswer,
@@ -202,7 +205,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/generate",
             sglang.generate,
-            generates=True,
+            takes_place=True,
             tag="tokens",
             request=sglang.GenerateBody,
             answer=(native.GenerateAnswer, sglang.SGLangAnswer, list[sglang.SGLangAnswer]),
@@ -212,7 +215,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/inference/v1/generate",
             vllm.generate,
-            generates=True,
+            takes_place=True,
             tag="tokens",
             request=vllm.TokensRequest,
             answer=vllm.TokensAnswer,

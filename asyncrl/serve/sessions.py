@@ -21,6 +21,7 @@ from array import array
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -452,12 +453,15 @@ class BufferSink:
     def __init__(self, buffer: ReplayBuffer, *, admission_timeout_s: float = 60.0) -> None:
         self._buffer = buffer
         self._next = 0
+        self._making = asyncio.Lock()  # one batch at a time: groups are admitted in the order of their ids
         self._timeout_s = admission_timeout_s
 
     async def put(self, trajectories: Sequence[Trajectory]) -> str:
-        group_id = max(self._next, self._buffer.statistics().admitted)
-        self._next = group_id + 1
-        batch = trajectories_to_batch(trajectories, group_id=group_id)  # first, since it may fail
+        async with self._making:
+            group_id = max(self._next, self._buffer.statistics().admitted)
+            self._next = group_id + 1
+            make = partial(trajectories_to_batch, trajectories, group_id=group_id)
+            batch = await asyncio.to_thread(make)  # before the admission, since it may fail
         await self._buffer.admit(group_id, timeout_s=self._timeout_s)
         self._buffer.put(GroupSummary(**batch.meta_info["summary"]), batch)
         return f"group_id {group_id}"
@@ -475,9 +479,8 @@ class _Group:
     reserved: int = 0
     touched_s: float = 0.0
 
-    def add(self, trajectories: Sequence[Trajectory], *, size: int) -> None:
-        tokens = sum(len(each.token_ids) for each in trajectories)
-        self.members.append(pickle.dumps(trajectories))
+    def add(self, pickled: bytes, *, tokens: int, size: int) -> None:
+        self.members.append(pickled)
         self.tokens += tokens
         self.reserved = max(self.tokens, self.reserved or size * tokens)
 
@@ -520,7 +523,9 @@ class GroupedSink:
         self._tokens: Counter[str] = Counter()
         self._reserved: Counter[str] = Counter()
         self._storing: asyncio.Task[None] | None = None
+        self._puts: set[asyncio.Future[None]] = set()  # under way
         self._closing = asyncio.Event()
+        self._closed = False
         self.several_keys = False
 
     @property
@@ -543,15 +548,25 @@ class GroupedSink:
             OSError: a folder cannot be written.
             DeadlineError, BufferClosedError: a buffer has had no room in time, or is closed.
         """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._puts.add(ended)
+        try:
+            return await self._put(trajectories, group, holder, size)
+        finally:
+            self._puts.discard(ended)
+            ended.set_result(None)
+
+    async def _put(self, trajectories: Sequence[Trajectory], group: str, holder: str, size: int) -> str:
         if not group:
             return await self._sink.put(trajectories)
+        pickled = await asyncio.to_thread(pickle.dumps, trajectories)  # first: other members may come meanwhile
         members = len(self._incomplete.get((holder, group), _Group()).members) + 1
         if members == 1 < size:
             self._check_room(holder)
         full = max(self.tokens, self._shares * self._tokens[holder]) >= 2 * self._max_tokens
         waiting = self._take(holder, group)
         if members < size and not full:
-            waiting.add(trajectories, size=size)
+            waiting.add(pickled, tokens=sum(len(each.token_ids) for each in trajectories), size=size)
             waiting.touched_s = self._clock()
             self._put_back(holder, group, waiting)
             return f"group {group}: {members} of {size}"
@@ -565,16 +580,26 @@ class GroupedSink:
             raise
 
     async def close(self, *, deadline_s: float = 10.0) -> None:
-        """Store the incomplete groups; log those that could not be stored within ``deadline_s`` as lost."""
+        """Store the incomplete groups, after the puts under way; log those that are not stored as lost.
+
+        That takes ``deadline_s`` at most. A put that ends later stores its group or logs it.
+        """
         self._closing.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
                 if self._storing is not None and not self._storing.done():
                     await self._storing  # while there is time: if it were cancelled, its group would be stored twice
+                while self._puts:
+                    await asyncio.wait(self._puts)
                 await self._flush(before_s=math.inf)
-        for (holder, name), group in self._incomplete.items():
+        self._closed = True
+        self._drop()
+
+    def _drop(self) -> None:
+        """Log the groups that wait as lost: nothing stores them any more."""
+        for holder, name in list(self._incomplete):
+            group = self._take(holder, name)
             _log.error("%s is lost: %d sessions, %d tokens", _named(holder, name), len(group.members), group.tokens)
-        self._incomplete.clear()
 
     async def _store_idle(self) -> None:
         """Store groups whenever some are idle, until there are none or this is closed."""
@@ -643,7 +668,9 @@ class GroupedSink:
             return
         self._incomplete[holder, name] = group
         self._count(holder, group, sign=1)
-        if self._storing is None or self._storing.done():
+        if self._closed:
+            self._drop()
+        elif self._storing is None or self._storing.done():
             self._storing = asyncio.create_task(self._store_idle(), name="incomplete groups")
 
     def _count(self, holder: str, group: _Group, *, sign: int) -> None:

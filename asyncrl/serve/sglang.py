@@ -100,7 +100,8 @@ class SGLangAnswer(Struct, kw_only=True):
 
 
 _EVENTS = 128
-"""An event adds at least this part to a stream that has grown: all events are so many times as long as the last one."""
+"""An event adds at least this part to a stream that has grown: all events are so many times as long as the last one.
+It adds a larger part where all of them together could have more log-probs than one answer may."""
 _NATIVE = native.GenerateRequest()
 _OWN_FIELDS = tuple(name for name in GenerateBody.__struct_fields__ if not hasattr(_NATIVE, name))
 
@@ -124,7 +125,8 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
     sampling = await _sampling(call, body, given)
     ids = tuple(body.input_ids or ())
     if body.text is not None:
-        ids = tuple(await call.off_loop(partial(call.state.model_text().encode, body.text)))
+        whole = call.state.model_text().within(call.state.context_tokens)
+        ids = tuple(await call.off_loop(partial(whole.encode, body.text)))
     several = check_choices(call.state.limits, given.n)
     if body.stream:
         check_neutral(n=(several, 1))
@@ -142,10 +144,8 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
         for request in requests
     ]
 
-    def feed(choice: Choice, part: Generation | GenerationChunk) -> None:
-        choice.feed(part if given.max_new_tokens != 0 else prompt_only(part))
-        if part.finish_reason is not None:
-            record(choice.generation())
+    def shown(part: Generation | GenerationChunk) -> Generation | GenerationChunk:
+        return part if given.max_new_tokens != 0 else prompt_only(part)
 
     def answer(choice: Choice) -> SGLangAnswer:
         return SGLangAnswer(
@@ -155,21 +155,29 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
         )
 
     if not body.stream:
-        for choice, generation in zip(choices, await call.collect_all(requests), strict=True):
-            feed(choice, generation)
+        await call.feed(choices, [shown(each) for each in await call.collect_all(requests)])
+        for choice in choices:
+            await record(choice.generation())
         return await call.answer_made(
             lambda: answer(choices[0]) if several == 1 else [answer(choice) for choice in choices],
             entries=log_prob_entries(choices),
         )
-    events, (choice,), shown = call.events(), choices, 0
+    events, (choice,), sent, places = call.events(), choices, 0, 1 + sampling.top_log_probs
+    scored = len(ids) if sampling.prompt_log_probs is not None else 0
+    most = (scored + sampling.max_new_tokens) * places if body.return_logprob else 1
+    parts = max(min(_EVENTS, call.state.limits.likeliest_tokens // most), 1)
     async with aclosing(call.stream(requests[0])) as chunks:
         async for chunk in chunks:
-            feed(choice, chunk)
+            choice.feed(shown(chunk))
+            if chunk.finish_reason is not None:
+                await record(choice.generation())
             count = len(choice.token_ids)
-            enough = max(given.stream_interval or 1, count // _EVENTS) if events.begun else 0
-            if count - shown >= enough or chunk.finish_reason is not None:
-                shown = count
-                await events.send(answer(choice))
+            enough = max(given.stream_interval or 1, (scored + count) // parts) if events.begun else 0
+            if count - sent >= enough or chunk.finish_reason is not None:
+                sent = count
+                entries = (scored + count) * places
+                made = await call.off_loop(partial(answer, choice), entries=entries, of_request=False)
+                await events.send(made, entries=entries)
     call.leave_session()
     await events.send_bytes(b"data: [DONE]\n\n")
     return await events.end()
@@ -186,7 +194,7 @@ async def _sampling(call: Call, body: GenerateBody, given: SGLangSampling) -> Sa
     forms = [name for name, (_, form) in made.items() if form is not None]
     if len(forms) > 1:
         raise APIError(400, f"{' and '.join(forms)} both restrict the text: give one of them")
-    grammar = "".join([await text_grammar(limits, make, form) for make, form in made.values() if form is not None])
+    grammar = "".join([await text_grammar(call, make, form) for make, form in made.values() if form is not None])
     with_prompt = body.return_logprob and body.logprob_start_len is not None and body.logprob_start_len >= 0
     top = (body.top_logprobs_num or 0) if body.return_logprob else 0
     return sampling_params(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -15,12 +17,13 @@ from asyncrl.errors import ConfigError, EngineError
 from asyncrl.interfaces import FinishReason, Generation, GenerationChunk, Message, SamplingParams, Tool, TopLogProbs
 from asyncrl.model_folder import rotary_change
 from asyncrl.rollout.chat import ChatRenderer
+from asyncrl.serve.errors import context_length_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TEMPLATE_ERRORS = (TemplateError, ConfigError, TypeError, ValueError, KeyError)
-"""What templates raise on conversations that they do not support."""
+TEMPLATE_ERRORS = (TemplateError, ConfigError, TypeError, ValueError, LookupError, AttributeError)
+"""What templates raise on conversations, and shapes of tools, that they do not support."""
 
 
 def _byte_letters() -> dict[str, int]:
@@ -41,6 +44,12 @@ _TOOL_CALL = "<tool_call>"
 _BYTES = _byte_letters()
 _BLANK = "\u0120"
 """The letter of the space, which every byte-level vocabulary has."""
+
+
+_ODD_TEXT = "A  b\n\n\tc e\u0301 \u212b \ue000\u4e00  "
+"""Text that a tokenizer changes if it leaves anything out: blanks, case, forms of a character, unknown characters."""
+_COMPOSED = 4
+"""Normalization form C makes less than so many bytes one (U+1FBE U+0308 U+0301, 7 bytes, are U+0390, 2 bytes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +89,8 @@ class ModelText:
             each.content for each in tokenizer.added_tokens_decoder.values() if each.special
         )
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
-        self._by_bytes = _BLANK in tokenizer.get_vocab()
+        vocabulary = tokenizer.get_vocab()
+        self._by_bytes = _BLANK in vocabulary
         self._spellings: dict[int, str] = {}
         self._bytes: dict[int, list[int]] = {}
         self.chat_problem = ""
@@ -90,6 +100,18 @@ class ModelText:
         except ConfigError as error:
             self.chat_problem = str(error)
         self._short_history = self._renderer is not None and _short_history_suffices(self._renderer)
+        self._check: Callable[[str], object] | None = None
+        self._token_bytes = self._longest_token(vocabulary)
+
+    def _longest_token(self, vocabulary: Iterable[str]) -> int | None:
+        """Return the most bytes of a text that become one token; None if the tokenizer may leave out any number."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        shown = self.decode(self.encode(_ODD_TEXT, add_special_tokens=False), skip_special_tokens=False)
+        forms = {unicodedata.normalize("NFC", _ODD_TEXT): _COMPOSED, _ODD_TEXT: 1}
+        if shown not in forms or any(each.lstrip or each.rstrip for each in added):
+            return None
+        pieces: Iterable[str | bytes] = vocabulary if self._by_bytes else map(str.encode, vocabulary)
+        return forms[shown] * max(map(len, chain(pieces, (each.content.encode() for each in added))))
 
     @classmethod
     def load(cls, model_path: str) -> ModelText:
@@ -134,12 +156,33 @@ class ModelText:
         other._short_history = False  # noqa: SLF001
         return other
 
+    def within(self, context_tokens: int | None) -> ModelText:
+        """Return the text of the same model for prompts: what cannot fit into the context is not encoded.
+
+        That is a text with too many bytes, whatever its tokens are: an API error.
+        """
+        longest = self._token_bytes
+        if context_tokens is None or longest is None:
+            return self
+
+        def check(text: str) -> None:
+            fewest = -(-len(text.encode("utf-8", "surrogatepass")) // longest)
+            if fewest >= context_tokens:
+                raise context_length_error(fewest, context_tokens, at_least=True)
+
+        other = copy.copy(self)
+        other._check = check  # noqa: SLF001 - its own copy
+        other._renderer = self._renderer and self._renderer.checked(check)  # noqa: SLF001
+        return other
+
     @property
     def vocabulary(self) -> int:
         return len(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a plain prompt, with what the tokenizer puts before a text."""
+        if self._check is not None:
+            self._check(text)
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -235,12 +278,12 @@ def _short_history_suffices(renderer: ChatRenderer) -> bool:
             for tools in ((), (tool,)):
                 try:
                     whole = renderer.extend(history, [], new_messages, tools)
-                except _TEMPLATE_ERRORS:  # this template never takes such a conversation
+                except TEMPLATE_ERRORS:  # this template never takes such a conversation
                     continue
                 try:
                     if renderer.extend(_shortened(history), [], new_messages, tools) != whole:
                         return False
-                except _TEMPLATE_ERRORS:
+                except TEMPLATE_ERRORS:
                     return False
     return True
 
@@ -250,10 +293,13 @@ def last_tokens(token_ids: tuple[int, ...], count: int | None) -> tuple[int, ...
     return token_ids if count is None else token_ids[-count:]
 
 
-def log_prob_entries(parts: Iterable[Generation | Choice]) -> int:
+def log_prob_entries(parts: Iterable[Generation | GenerationChunk | Choice]) -> int:
     """Return the number of log-probs that an answer of these choices may have."""
     return sum(
-        len(each.token_ids) + sum(map(len, each.top_log_probs)) + sum(map(len, each.prompt_top_log_probs))
+        len(each.token_ids)
+        + len(each.prompt_log_probs)
+        + sum(map(len, each.top_log_probs))
+        + sum(map(len, each.prompt_top_log_probs))
         for each in parts
     )
 
@@ -364,7 +410,7 @@ class TextStream:
         """Return the rest of the text: no token follows."""
         if self.stopped is not None:
             return ""
-        piece = self._decoded()
+        piece = self._decoded() if self._shown < len(self._ids) else ""
         self._begin = self._shown = len(self._ids)
         return self._take(piece, last=True)
 

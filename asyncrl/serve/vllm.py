@@ -107,9 +107,9 @@ async def generate(call: Call) -> web.StreamResponse:
     several = check_choices(state.limits, given.n)
     requests, record = native.token_turn(call, ids, sampling, choices=several, scored_once=True)
     choices = [Choice(text.decode, each.sampling, special_ids=text.special_ids) for each in requests]
-    for choice, generation in zip(choices, await call.collect_all(requests), strict=True):
-        choice.feed(generation)
-        record(choice.generation())
+    await call.feed(choices, await call.collect_all(requests))
+    for choice in choices:
+        await record(choice.generation())
 
     def answer() -> TokensAnswer:
         return TokensAnswer(

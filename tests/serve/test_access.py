@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.serve.control_client import read_keys
+from asyncrl.serve.limits import Limits
 from asyncrl.serve.middleware import KeyRing
 from asyncrl.serve.routes import ROUTES, access_status, routes_of
 from asyncrl.serve.server import Binding
@@ -138,6 +139,18 @@ async def test_sessions_belong_to_their_keys(serve):
         await served.get("/sessions/s", headers=mine)
         await served.get("/sessions/s", headers=other, status=404)
         await served.post("/sessions/s/reward", {"reward": 1.0}, headers=other, status=404)
+
+
+async def test_keys_of_both_planes_have_sessions_and_places_of_their_own(serve):
+    users, operators = KeyRing({"key-1": USER_KEY}), KeyRing({"key-1": OPERATOR_KEY})
+    limits = Limits(concurrent_requests_per_key=1)
+    async with serve(users=users, operators=operators, control_port=0, limits=limits) as served:
+        mine, url = {"x-api-key": OPERATOR_KEY}, f"{served.server.control_url}/sessions/s/generate"
+        served.state.concurrency.acquire("user key-1")
+        async with served.client.post(url, json={"prompt_token_ids": [5]}, headers=mine) as answer:
+            assert answer.status == 200
+        served.state.concurrency.release("user key-1")
+        await served.get("/sessions/s", headers={"x-api-key": USER_KEY}, status=404)
 
 
 def test_keys_are_read_and_never_shown(tmp_path, monkeypatch, caplog):

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import resource
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from asyncrl.errors import EngineError, EnvironmentFailure
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, SamplingParams
+from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy
 from asyncrl.serve import chat
 from asyncrl.serve.agents import AgentSession
@@ -66,6 +68,33 @@ async def test_the_run_decides_how_an_agent_is_answered(policy: Callable[..., Ep
     assert first.stop == ("again",)
     assert first.seed not in (1, second.seed)
     assert [request.request_id for request in engine.requests] == ["row-0", "row-1", "row-2"]
+
+
+async def test_the_long_texts_of_an_agent_are_tokenized_one_at_a_time(
+    policy: Callable[..., EpisodePolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, running, most = threading.Event(), 0, 0
+
+    def prompt(*arguments: Any, **options: Any) -> list[int]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        assert release.wait(60)
+        running -= 1
+        return [5]
+
+    monkeypatch.setattr(ChatRenderer, "prompt", prompt)
+    episode = policy()
+    engine: Any = episode.engine
+    await engine.start()
+    async with AgentSession(episode) as session, asyncio.timeout(60), asyncio.TaskGroup() as group:
+        long = ASK | {"messages": [{"role": "user", "content": "again " * 5000}]}
+        for _ in range(3):
+            group.create_task(post(session, long))
+        while not most or session._state.concurrency.running < 3:
+            await asyncio.sleep(0.01)
+        release.set()
+    assert (most, session.turns) == (1, 3)
 
 
 async def test_a_request_that_the_engine_refuses_is_the_agents_mistake(policy: Callable[..., EpisodePolicy]) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 
 import pytest
 
 from asyncrl.data import DataProto
 from asyncrl.errors import DeadlineError, InvalidDataError
 from asyncrl.rollout.trajectory import Trajectory, Turn
+from asyncrl.serve import sessions
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Limits
-from asyncrl.serve.sessions import BufferSink, FolderSink, GroupedSink
+from asyncrl.serve.sessions import BufferSink, FolderSink, GroupedSink, Session
 from buffers.replay import AsyncReplayBuffer
 
 
@@ -71,6 +73,53 @@ async def test_rewarded_sessions_reach_a_replay_buffer(serve):
         assert rows.batch["weight_versions"][0].tolist() == [-1, -1, 0, 0]
         assert group.summary.tokens == 4
         await served.get("/sessions/s1", status=404)
+
+
+async def test_what_grows_with_a_rewarded_session_is_done_in_a_thread(serve, monkeypatch):
+    on_the_loop: dict[str, bool] = {}
+
+    def watch(owner, name):
+        work = getattr(owner, name)
+
+        def watched(*arguments, **options):
+            on_the_loop[name] = threading.current_thread() is threading.main_thread()
+            return work(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in ((Session, "trajectory"), (sessions.pickle, "dumps"), (sessions, "trajectories_to_batch")):
+        watch(owner, name)
+    async with serve(lambda prompt: [7, 8], capture=BufferSink(buffer())) as served:
+        for number in (0, 1):
+            await sample(served, f"s{number}")
+            await served.post(f"/sessions/s{number}/reward", {"reward": 1.0, "group": "g", "group_size": 2})
+    assert on_the_loop == {"trajectory": False, "dumps": False, "trajectories_to_batch": False}
+
+
+async def test_groups_are_admitted_in_the_order_of_their_ids_however_long_their_batches_take(monkeypatch):
+    made, release, target = sessions.trajectories_to_batch, threading.Event(), buffer()
+
+    def batch(trajectories, *, group_id):
+        if group_id == 0:
+            assert release.wait(60)
+        return made(trajectories, group_id=group_id)
+
+    monkeypatch.setattr(sessions, "trajectories_to_batch", batch)
+    sink = BufferSink(target)
+    puts = [asyncio.create_task(sink.put([trajectory(number)])) for number in range(2)]
+    for _ in range(5):
+        await asyncio.to_thread(str)  # the second one, were it in a thread, would be admitted meanwhile
+    assert target.statistics().admitted == 0
+    release.set()
+    assert await asyncio.gather(*puts) == ["group_id 0", "group_id 1"]
+
+
+async def test_members_that_come_at_once_complete_their_group():
+    sink = FailingSink()
+    groups = GroupedSink(sink)
+    kept = await asyncio.gather(*(groups.put([trajectory(number)], group="g", size=4) for number in range(4)))
+    assert sorted(kept) == ["group g: 1 of 4", "group g: 2 of 4", "group g: 3 of 4", "kept"]
+    assert sorted(sink.kept[0]) == [0, 1, 2, 3]
 
 
 async def test_a_full_buffer_delays_rewards_and_loses_nothing(serve):
@@ -249,6 +298,30 @@ async def test_closing_again_after_a_deadline_does_nothing(caplog):
     await groups.close(deadline_s=0.01)  # ends the task that stores it
     assert "group 'g' is lost" in caplog.text
     await groups.close()
+
+
+@pytest.mark.parametrize("deadline_s", [10.0, 0.01])
+async def test_closing_waits_for_a_group_that_is_being_stored_and_logs_it_if_it_never_is(caplog, deadline_s):
+    sink = BlockedSink()
+    groups = GroupedSink(sink)
+    await groups.put([trajectory(0)], group="g", size=2)
+    last = asyncio.create_task(groups.put([trajectory(1)], group="g", size=2))
+    while groups.incomplete:
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(groups.close(deadline_s=deadline_s))
+    if deadline_s < 1:
+        await closing
+        assert not caplog.text
+    for _ in range(20):  # what does not wait ends meanwhile
+        await asyncio.sleep(0)
+    last.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await last
+    sink.open.set()
+    await closing
+    assert sink.kept == ([] if deadline_s < 1 else [[2]])
+    assert ("group 'g' is lost: 1 sessions, 3 tokens" in caplog.text) == (deadline_s < 1)
+    assert (groups.incomplete, groups.tokens) == (0, 0)
 
 
 async def test_incomplete_groups_are_stored_when_they_are_idle():

@@ -91,6 +91,23 @@ async def test_an_operator_that_disconnects_during_a_swap_does_not_block_the_nex
         assert transport.versions == (4,)
 
 
+async def test_what_an_action_does_not_read_is_refused(serve, transport):
+    async with serve() as served:
+        with_weights(served, transport)
+        packed = base64.b64encode(transport.publish([("w", torch.ones(2))], version=3).encode()).decode()
+        for action in ("prepare", "swap"):
+            wrong = {"action": action, "manifest": packed, "version": 7}
+            refused = await served.control("POST", "/weights", wrong, status=400)
+            assert "version is 7, and 3 in the manifest" in refused["error"]["message"]
+        status = await served.control("POST", "/weights", {"action": "prepare", "manifest": packed, "version": 3})
+        assert status["prepared"] == 3
+        for name, value in (("folder", "/new"), ("adapter", "a"), ("manifest", packed)):
+            wrong = {"action": "commit", "version": 3, name: value}
+            refused = await served.control("POST", "/weights", wrong, status=400)
+            assert f"and no {name}" in refused["error"]["message"]
+        assert (await served.control("POST", "/weights", {"action": "commit", "version": 3}))["version"] == 3
+
+
 async def test_vllms_calls_update_the_weights(serve, transport):
     async with serve() as served:
         with_weights(served, transport)
@@ -172,6 +189,15 @@ async def test_probes_and_metrics(serve):
         assert 'asyncrl_requests_total{route="POST /generate",status="200"} 1.0' in text
         assert "asyncrl_sampled_tokens_total 3.0" in text
         assert 'asyncrl_replica_weight_version{replica="r0"} 0.0' in text
+
+
+async def test_a_server_is_not_ready_while_it_is_paused(serve):
+    async with serve() as served:
+        await served.control("POST", "/pause")
+        await served.get("/readyz", status=503)
+        assert (await served.get("/health", status=503))["error"] == "paused"
+        await served.control("POST", "/resume")
+        await served.get("/readyz")
 
 
 async def test_a_probe_that_is_aborted_has_shown_nothing(serve):

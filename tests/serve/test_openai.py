@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
 import threading
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from asyncrl import __version__
 from asyncrl.interfaces import GenerationChunk
 from asyncrl.rollout.chat import ChatRenderer
-from asyncrl.serve import openai
+from asyncrl.serve import call, openai
+from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Limits
 from asyncrl.serve.text import ModelText
 from engines.rollout.request import Grammars
@@ -53,6 +58,37 @@ async def test_a_stream_equals_the_whole_answer(serve):
             assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["stop"]
         assert chunks[-1]["choices"] == []
         assert chunks[-1]["usage"]["total_tokens"] > 0
+
+
+PROMPT = [5] * 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"prompt_token_ids": PROMPT, "prompt_log_probs": 1}),
+        ("/generate", {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 0}),
+        ("/v1/completions", {"model": "tiny", "prompt": PROMPT, "echo": True, "logprobs": 1}),
+        (
+            "/v1/responses",
+            {"model": "tiny", "input": "say it", "include": ["message.output_text.logprobs"], "max_output_tokens": 400},
+        ),
+    ],
+)
+async def test_an_event_of_many_log_probs_is_encoded_in_a_thread(serve, monkeypatch, path, body):
+    encode, encoded = msgspec.json.encode, []
+
+    def recorded(content):
+        made = encode(content)
+        encoded.append((len(made), threading.current_thread() is threading.main_thread()))
+        return made
+
+    monkeypatch.setattr(call, "_INLINE_BYTES", 1000)
+    monkeypatch.setattr(msgspec.json, "encode", recorded)
+    async with serve(lambda prompt: [9] * 400 if path == "/v1/responses" else [9]) as served:
+        lines = await served.events(path, {**body, "stream": True})
+        assert max(map(len, lines)) > 1000
+        assert max(encoded)[1] is False
 
 
 @pytest.mark.parametrize(
@@ -319,6 +355,36 @@ async def test_answers_with_many_log_probs_are_encoded_in_a_thread(serve, monkey
         await served.post(path, body)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "n": 2}),
+        ("/v1/messages", {"model": "tiny", "messages": CHAT["messages"], "max_tokens": 50}),
+        ("/v1/responses", {"model": "tiny", "input": "say it"}),
+        ("/sessions/s/generate", {"prompt_token_ids": [5]}),
+        ("/sessions/s/generate", {"input_ids": [5]}),
+        ("/sessions/s/inference/v1/generate", {"token_ids": [5], "sampling_params": {"n": 2}}),
+    ],
+)
+async def test_long_answers_become_text_in_a_thread(serve, monkeypatch, path, body):
+    threads = []
+
+    def watched(decode):
+        def watch(*arguments, **options):
+            threads.append(threading.current_thread() is threading.main_thread())
+            return decode(*arguments, **options)
+
+        return watch
+
+    monkeypatch.setattr(call, "_INLINE_BYTES", 150)
+    monkeypatch.setattr(ModelText, "decode", watched(ModelText.decode))
+    monkeypatch.setattr(ChatRenderer, "decode", watched(ChatRenderer.decode))
+    async with serve(lambda prompt: [80] * 50) as served:
+        await served.post(path, body)
+    assert threads
+    assert not any(threads)
+
+
 async def test_the_prompt_is_scored_once_where_the_first_choice_alone_shows_it(serve):
     async with serve(limits=Limits(likeliest_tokens=100)) as served:
         given = {"max_tokens": 1, "prompt_logprobs": 10, "n": 3}
@@ -339,6 +405,138 @@ async def test_prompts_are_counted_before_they_are_read(serve, monkeypatch):
         ):
             body = {"model": "tiny", "prompt": prompts, "n": 2}
             assert said in (await served.post("/v1/completions", body, status=400))["error"]["message"]
+
+
+def held_encoding(monkeypatch, text):
+    """Have long texts wait to be tokenized until the event is set; return it and the threads that do so."""
+    encode, release, threads = text.encode, threading.Event(), []
+
+    def held(given, **options):
+        if len(given) > 1000:
+            threads.append(threading.current_thread().name)
+            assert release.wait(60)
+        return encode(given, **options)
+
+    monkeypatch.setattr(text, "encode", held)
+    return release, threads
+
+
+async def test_threads_that_tokenize_are_no_others(serve, text, monkeypatch):
+    release, threads = held_encoding(monkeypatch, text)
+    async with serve() as served, asyncio.timeout(60), asyncio.TaskGroup() as group:
+        try:
+            for _ in range(40):
+                group.create_task(served.post("/tokenize", {"prompt": "it again " * 3000}))
+            while served.state.concurrency.running < 40 or not threads:
+                await asyncio.sleep(0.01)
+            assert await asyncio.wait_for(asyncio.to_thread(str, 5), 10) == "5"
+        finally:
+            release.set()
+
+
+async def test_a_request_that_was_given_up_has_its_turn_until_its_text_is_tokenized(serve, text, monkeypatch):
+    release, threads = held_encoding(monkeypatch, text)
+    async with serve() as served, asyncio.timeout(60):
+        served.state.text_turn = asyncio.Semaphore(1)
+        body = {"prompt": "it again " * 3000}
+        try:
+            given_up = asyncio.create_task(served.post("/tokenize", body))
+            while not threads:
+                await asyncio.sleep(0.01)
+            given_up.cancel()
+            while served.state.concurrency.running:
+                await asyncio.sleep(0.01)
+            second = asyncio.create_task(served.post("/tokenize", body))
+            while not served.state.concurrency.running:
+                await asyncio.sleep(0.01)
+            assert (await served.post("/tokenize", {"prompt": "it"}))["count"]  # in the event loop
+            assert (len(threads), served.state.text_turn.locked()) == (1, True)
+        finally:
+            release.set()
+        assert (await second)["count"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "it"}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": CHAT["messages"]}),
+    ],
+)
+async def test_requests_for_tokens_are_bounded(serve, path, body):
+    async with serve(limits=Limits(concurrent_requests_per_key=1)) as served:
+        served.state.concurrency.acquire("")
+        await served.post(path, body, status=429)
+        served.state.concurrency.release("")
+        for _ in range(2):
+            await served.post(path, body)
+
+
+LONG = "it again please " * 100
+TURN = [{"role": "user", "content": LONG}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/completions", {"model": "tiny", "prompt": ["it", LONG]}, "maximum context length is 20 tokens. However"),
+        ("/v1/chat/completions", {**CHAT, "messages": TURN}, "resulted in at least "),
+        ("/v1/responses", {"model": "tiny", "input": LONG}, "resulted in at least "),
+        ("/generate", {"text": LONG}, "resulted in at least "),
+        ("/v1/messages", {"model": "tiny", "messages": TURN, "max_tokens": 5}, "prompt is too long: "),
+        ("/sessions/s/v1/messages", {"model": "tiny", "messages": TURN, "max_tokens": 5}, "tokens > 20 maximum"),
+    ],
+)
+async def test_a_prompt_of_too_many_bytes_is_not_tokenized(serve, tokenizer, monkeypatch, path, body, said):
+    encode, longest = tokenizer.encode, 0
+
+    def measured(given, **options):
+        nonlocal longest
+        longest = max(longest, len(given))
+        return encode(given, **options)
+
+    async with serve() as served:
+        served.state.context_tokens = 20
+        monkeypatch.setattr(tokenizer, "encode", measured)
+        refused = await served.post(path, body, status=400)
+        assert said in refused["error"]["message"]
+        assert longest < len(LONG)
+        assert "code" not in refused["error"] or refused["error"]["code"] == "context_length_exceeded"
+        cut = {"model": "tiny", "prompt": LONG, "truncate_prompt_tokens": 5, "max_tokens": 1}
+        await served.post("/v1/completions", cut)
+        assert (await served.post("/tokenize", {"prompt": LONG}))["count"] > 20
+
+
+@given(st.text(alphabet="it again\u00e9\U0001f600<|end|>", max_size=300), st.integers(1, 40))
+def test_what_is_refused_by_its_bytes_has_too_many_tokens(text, prompt, context):
+    tokens = text.encode(prompt)
+    try:
+        assert text.within(context).encode(prompt) == tokens
+    except APIError:
+        assert len(tokens) >= context
+
+
+def test_bytes_bound_no_tokens_where_a_tokenizer_leaves_some_out(tokenizer):
+    from tokenizers import normalizers
+
+    longest = max(map(len, tokenizer.get_vocab()))
+    for normalizer, bound in ((None, longest), (normalizers.NFC(), 4 * longest), (normalizers.Strip(), None)):
+        other = copy.deepcopy(tokenizer)
+        if normalizer is not None:
+            other.backend_tokenizer.normalizer = normalizer
+        assert ModelText(other)._token_bytes == bound
+
+
+async def test_what_a_template_raises_on_a_tool_is_the_mistake_of_the_request(serve, tokenizer, monkeypatch):
+    declared = "{% for tool in tools or [] %}{{ tool.function.parameters.properties | dictsort }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", declared + tokenizer.chat_template)
+    async with serve() as served:
+        for properties, status in (({}, 200), ([], 400)):
+            function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+            body = {**CHAT, "tools": [{"type": "function", "function": function}]}
+            answer = await served.post("/v1/chat/completions", body, status=status)
+        assert "the model's chat template refuses these messages" in answer["error"]["message"]
 
 
 async def test_each_choice_has_its_own_seed(serve):

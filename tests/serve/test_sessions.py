@@ -209,9 +209,9 @@ async def test_each_completion_of_a_stream_is_in_the_session_before_its_end_is_s
         order.append("turn")
         record(*arguments)
 
-    async def sent(events, content):
+    async def sent(events, content, **more):
         order.extend("end" for choice in content.choices if choice.finish_reason)
-        await send(events, content)
+        await send(events, content, **more)
 
     monkeypatch.setattr(Call, "record", recorded)
     monkeypatch.setattr(EventStream, "send", sent)
@@ -402,6 +402,20 @@ def test_pieces_of_a_stream_join_to_the_whole_text(tokenizer, pieces, stops, cut
     expected = whole[: min(ends, default=len(whole))]
     assert "".join(given_out) + stream.held == expected
     assert "<to" not in "".join(given_out)
+
+
+def test_a_whole_answer_is_decoded_once():
+    from asyncrl.serve.text import TextStream
+
+    decoded = 0
+
+    def decode(ids):
+        nonlocal decoded
+        decoded += len(ids)
+        return bytes(ids).decode()
+
+    stream = TextStream(decode)
+    assert (stream.feed([*b"it again"]) + stream.finish(), decoded) == ("it again", 8)
 
 
 def test_bytes_that_make_no_character_are_not_decoded_again_and_again():

@@ -7,6 +7,8 @@ import json
 import pytest
 from msgspec import structs
 
+from asyncrl.serve.limits import Limits
+
 BODY = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8}}
 
 
@@ -91,6 +93,26 @@ async def test_events_of_a_long_stream_are_further_apart(serve):
             sent = [len(part["output_ids"]) for part in parts]
             assert set(counts) <= set(sent)
             assert (sent[-1], len(sent) < 600) == (1000, True)
+
+
+async def test_events_that_repeat_a_long_prompt_are_few(serve):
+    body = {"input_ids": [5] * 1280, "return_logprob": True, "logprob_start_len": 0, "stream": True}
+    async with serve(lambda prompt: [9] * 200) as served:
+        lines = await served.events("/generate", {**body, "sampling_params": {"max_new_tokens": 200}})
+        parts = [json.loads(line[6:]) for line in lines[:-1]]
+        assert {len(part["meta_info"]["input_token_logprobs"]) for part in parts} == {1280}
+        assert [len(part["output_ids"]) for part in parts] == [1, *range(11, 122, 10), *range(132, 200, 11), 200]
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [(1, 40), (30, 60), (90, 10)])
+async def test_all_events_of_a_stream_have_at_most_twice_the_log_probs_that_an_answer_may_have(serve, prompt, answer):
+    async with serve(lambda prompt: [9] * answer, limits=Limits(likeliest_tokens=300)) as served:
+        body = {"input_ids": [5] * prompt, "sampling_params": {"max_new_tokens": answer}, "stream": True}
+        body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+        parts = [json.loads(line[6:])["meta_info"] for line in (await served.events("/generate", body))[:-1]]
+        places = [each for part in parts for side in ("input", "output") for each in part[f"{side}_top_logprobs"]]
+        assert sum(len(place or ()) for place in places) <= 600
+        assert (len(parts) >= 2, len(parts[-1]["output_top_logprobs"])) == (True, answer)
 
 
 async def test_a_turn_is_captured_after_the_one_that_it_continues(serve):

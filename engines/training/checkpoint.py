@@ -181,7 +181,7 @@ class Snapshot:
         """Write the folder of :meth:`ShardedEngine.export` from what all ranks have written to ``saved``."""
         written = SavedTensors(saved)
         full = ((spec.name, written.full(spec)) for spec in self.weights)
-        merged = self.model.to_checkpoint_names(published(self.model.merged(full), self.publish_dtype))
+        merged = self.model.to_checkpoint_names(published(self.model.merged(full), self.publish_dtype, self.model.kept))
         adapters = (written.full(spec) for _, spec in adapter_tensors((spec.name, spec) for spec in self.weights))
         contents = _model_contents(self.model, self.weights, merged, adapters, dtype=self.publish_dtype)
         finish = _model_settings(self.model, dtype=self.publish_dtype, model_path=self.model_path, files=self.files)
@@ -342,9 +342,8 @@ def _model_contents(
     def empty() -> Iterator[tuple[str, Tensor]]:
         return ((spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in specs)
 
-    specs_of_model = [
-        _spec(name, tensor) for name, tensor in model.to_checkpoint_names(published(model.merged(empty()), dtype))
-    ]
+    all_published = published(model.merged(empty()), dtype, model.kept)
+    specs_of_model = [_spec(name, tensor) for name, tensor in model.to_checkpoint_names(all_published)]
     yielded = iter(tensor for _, tensor in tensors)
     contents: dict[str, tuple[Sequence[TensorSpec], Iterator[Tensor]]] = {_MODEL: (specs_of_model, yielded)}
     if model.lora is not None:
@@ -382,9 +381,11 @@ def _write_model(folder: Path, contents: _Contents, *, files: DurableFiles, fini
         finish(partial)
 
 
-def published(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors with floating ones in ``dtype``."""
-    return ((name, full.to(dtype) if full.is_floating_point() else full) for name, full in tensors)
+def published(
+    tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, kept: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors with floating ones in ``dtype``; those named in ``kept`` as they are."""
+    return ((name, full.to(dtype) if full.is_floating_point() and name not in kept else full) for name, full in tensors)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

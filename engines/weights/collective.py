@@ -160,9 +160,9 @@ class CollectiveTransport(VersionedTransport[int]):
 
     All trainer ``ranks`` publish the same tensors in the same order. Of a full one each keeps its part. Of one that is
     sharded (DTensor) over rows each keeps its shard, and rank 0 hashes the rows that the others send it, from host to
-    host and a piece at a time: no rank has a full tensor. The manifest of a version is that of rank 0 with the locations of all
-    (:func:`asyncrl.weights.joined`). A rank needs memory for its part of ``max_versions`` versions and for a bucket. A
-    puller has the tensors that it asked for, and a piece of a bucket.
+    host and a piece at a time: no rank has a full tensor. The manifest of a version is that of rank 0 with the
+    locations of all (:func:`asyncrl.weights.joined`). A rank needs memory for its part of ``max_versions`` versions and
+    for a bucket. A puller has the tensors that it asked for, and a piece of a bucket.
 
     Args:
         rank, ranks: this trainer rank, and their number.
@@ -196,7 +196,7 @@ class CollectiveTransport(VersionedTransport[int]):
         self._address = address
         self._deadline_s = deadline_s
         self._piece_bytes = bucket_bytes // _AT_ONCE
-        self._hosts: tuple[object, dist.ProcessGroup] | None = None  # torch's default group, and one of gloo beside it
+        self._hosts: tuple[object, dist.ProcessGroup | None] = (None, None)  # torch's default group, one of gloo beside
         self._sender: _Sender | None = None
 
     def pull_regions(self, manifest: WeightManifest, wanted: Mapping[str, Region]) -> dict[str, torch.Tensor]:
@@ -359,9 +359,12 @@ class CollectiveTransport(VersionedTransport[int]):
         group = mesh.get_group()
         if dist.get_backend(group) == "gloo":
             return group
-        if self._hosts is None or self._hosts[0] is not dist.group.WORLD:
-            self._hosts = dist.group.WORLD, dist.new_group(backend="gloo")
-        return self._hosts[1]
+        world, hosts = self._hosts
+        if hosts is None or world is not dist.group.WORLD:
+            hosts = dist.new_group(backend="gloo")
+            assert isinstance(hosts, dist.ProcessGroup)
+            self._hosts = dist.group.WORLD, hosts
+        return hosts
 
     def _free(self, version: int, place: int) -> None:
         if self._sender is not None:

@@ -116,7 +116,7 @@ def _encode(tensor: int, start: int, old: Integers, new: Integers) -> _Encoded |
     return _Part(tensor, start, len(places), len(wide_gaps), len(small), len(wide)), arrays
 
 
-def _replace(_tensor: int, _start: int, old: Integers, new: Integers) -> None:
+def _replace(tensor: int, start: int, old: Integers, new: Integers) -> None:
     old[:] = new
 
 

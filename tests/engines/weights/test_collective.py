@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -96,7 +97,7 @@ def sharded_model() -> dict[str, torch.Tensor]:
     return model | {"half": torch.randn(3, 5, generator=generator).bfloat16()}
 
 
-def publish_shards(rank: int, store: dist.Store) -> dict[str, tuple[list[WeightManifest], int, int]]:
+def publish_shards(rank: int, store: Store) -> dict[str, tuple[list[WeightManifest], int, int]]:
     """Publish two versions as one of two ranks, beside a group that sends from hosts and one that does not.
 
     Return the manifests, and how many messages and groups there were.
@@ -138,7 +139,7 @@ def publish_shards(rank: int, store: dist.Store) -> dict[str, tuple[list[WeightM
 
 
 def test_what_ranks_shard_is_hashed_from_host_to_host_in_few_messages() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     with subprocess.Popen([sys.executable, __file__, str(store.port)]) as other:
         found = publish_shards(0, store)
         assert other.wait(60.0) == 0
@@ -281,4 +282,4 @@ def test_a_rank_in_another_process_is_stopped_or_killed(make: Make, number: sign
 
 
 if __name__ == "__main__":
-    publish_shards(1, dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=False))
+    publish_shards(1, TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=False))

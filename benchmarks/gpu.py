@@ -119,7 +119,6 @@ def smollm2(folder: Path, given: argparse.Namespace) -> tuple[dict[str, Any], di
             "group_size": 4 if small else 16,
             "lr": 1e-5,
             "max_tokens_per_microbatch": 4096 if small else 32_768,
-            "options": {} if small else {"publish_dtype": "bfloat16"},
         },
         "eval": {"tasks": 8 if small else 256},
     }
@@ -261,7 +260,6 @@ def colocate(given: argparse.Namespace) -> None:
             "trainer.groups_per_step": 2 if small else max(given.rows // 8, 1),
             "trainer.group_size": 4 if small else 8,
             "trainer.max_tokens_per_microbatch": 1024 if small else 8_192,
-            "trainer.options": {} if small else {"publish_dtype": "bfloat16"},
         }
         peaks: dict[str, float | None] = {}
         for name in ("in turns", "apart"):

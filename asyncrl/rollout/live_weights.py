@@ -17,11 +17,13 @@ What an engine sampled is handed on once the version is proven. One that fails i
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from msgspec.structs import replace
 
@@ -37,6 +39,8 @@ from asyncrl.interfaces import (
     SamplingParams,
 )
 from asyncrl.weights import TensorEntry, WeightManifest
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +118,27 @@ async def check_live_adapters(engine: AdapterEngine, manifest: WeightManifest) -
 
 
 def _compare(entries: Sequence[TensorEntry], live: Mapping[str, tuple[str, int]], *, version: int) -> None:
-    for entry in entries:
-        dtype, checksum = live[entry.name]
-        if dtype == entry.dtype and checksum != entry.checksum:
+    compared = [entry for entry in entries if live[entry.name][0] == entry.dtype]
+    if entries and not compared:
+        _warn_uncompared(entries[0].dtype, live[entries[0].name][0])
+    for entry in compared:
+        checksum = live[entry.name][1]
+        if checksum != entry.checksum:
             raise LiveWeightsError(
                 f"the engine says that it serves weight version {version}, but its tensor {entry.name} has "
                 f"checksum {checksum:016x}, and the trainer published {entry.checksum:016x}: a defect of the engine, "
                 "or memory that something else writes to"
             )
+
+
+@cache  # once in a process, not for every version
+def _warn_uncompared(published: str, served: str) -> None:
+    _log.warning(
+        "no tensor of a weight version is compared with the published one: they are published in %s, and the engine "
+        "holds them in %s; trainer.options.publish_dtype sets the former",
+        published,
+        served,
+    )
 
 
 def sampled_entries(manifest: WeightManifest) -> list[TensorEntry]:

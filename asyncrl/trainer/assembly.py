@@ -518,7 +518,11 @@ def _sleep_options(engine: Part) -> Mapping[str, Any] | None:
 def trainer_options(config: Config) -> dict[str, Any]:
     """Return keyword arguments of the training engine for policy optimisation."""
     trainer, lora = config.trainer, config.trainer.lora
+    # What engines would make of float32; of a dtype that only they know (auto), they get all digits.
+    publish_dtype = "bfloat16" if _engine_dtype(config) == "bfloat16" else "float32"
+    offered = {} if "publish_dtype" in trainer.options else {"publish_dtype": publish_dtype}
     return {
+        **offered_options("asyncrl.training_engines", trainer.engine, offered, path="trainer.engine"),
         "objective": config.algorithm.objective(longest=config.rollout.max_seq_len),
         "temperature": config.rollout.temperature,
         "total_steps": config.steps * trainer.num_mini_batches * trainer.epochs,
@@ -681,13 +685,19 @@ def adapters_apart(config: Config) -> bool:
     return able
 
 
+def _engine_dtype(config: Config) -> str:
+    """Return the dtype that rollout engines are given."""
+    options = config.rollout.options
+    hosted = options.get("options", {}) if config.rollout.engine == _REMOTE_ENGINE else options
+    return str(hosted.get("dtype", config.model.dtype)) if isinstance(hosted, dict) else config.model.dtype
+
+
 def proof_spec(config: Config) -> ProofSpec:
     """Return what engines have to show for each version. Log-probs at another temperature than 1 are not compared."""
-    weights, engine = config.weights, config.rollout.options
-    hosted = engine.get("options", {})
-    asked = [config.model.dtype, engine.get("dtype"), hosted.get("dtype") if isinstance(hosted, dict) else None]
+    weights = config.weights
     # "auto" and others that only the engine knows may be as coarse as any.
-    dtypes = [each if each in ROUNDOFF else "bfloat16" for each in asked if each is not None]
+    asked = (config.model.dtype, _engine_dtype(config))
+    dtypes = [each if each in ROUNDOFF else "bfloat16" for each in asked]
     import torch
 
     if config.rollout.num_gpus or config.trainer.num_gpus or torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -17,6 +18,8 @@ from torch import nn
 
 from asyncrl.errors import WeightError, WeightMismatchError, WeightVersionError
 from asyncrl.weights import TensorEntry, WeightManifest, dtype_and_checksum, lacking
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -191,28 +194,36 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]
 def check_base(manifest: WeightManifest, served: Mapping[str, tuple[str, int]]) -> None:
     """Check that an adapter was trained beside the weights that are ``served``: dtype and checksum by published name.
 
-    Tensors of another dtype, and those that are served alone, are left out.
+    Tensors of another dtype, and those that are served alone, are left out; a warning says where that is all of them.
 
     Raises:
         WeightMismatchError: it was trained beside others.
     """
     assert manifest.adapter is not None
-    for entry in manifest.adapter.base:
-        dtype, checksum = served.get(entry.name, ("", 0))
-        if dtype == entry.dtype and checksum != entry.checksum:
+    base = manifest.adapter.base
+    compared = [entry for entry in base if served.get(entry.name, ("",))[0] == entry.dtype]
+    if base and not compared:
+        _log.warning("adapter %r: no tensor of its base is compared with what is served", manifest.adapter.name)
+    for entry in compared:
+        if served[entry.name][1] != entry.checksum:
             raise WeightMismatchError(
                 f"adapter {manifest.adapter.name!r} of version {manifest.version} is for another base: its "
                 f"{entry.name} is not what the engine serves"
             )
 
 
-def folder_checksums(model_path: str, names: Collection[str]) -> dict[str, tuple[str, int]]:
-    """Return the dtype and the checksum of tensors in a model's folder; none where it has no safetensors. Blocks."""
+def folder_checksums(model_path: str, dtypes: Mapping[str, str]) -> dict[str, tuple[str, int]]:
+    """Return the dtype and the checksum of tensors in a model's folder, floating ones in ``dtypes`` (by name). Blocks.
+
+    There are none where it has no safetensors.
+    """
     found: dict[str, tuple[str, int]] = {}
     for path in sorted(Path(model_path).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in sorted(set(names) & set(file.keys())):
-                found[name] = dtype_and_checksum(file.get_tensor(name))
+            for name in sorted(dtypes.keys() & set(file.keys())):
+                tensor = file.get_tensor(name)
+                dtype = DTYPES.get(dtypes[name], tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+                found[name] = dtype_and_checksum(tensor.to(dtype))
     return found
 
 
@@ -261,7 +272,8 @@ class AdapterVersions:
                 max_rank=self._max_rank,
             )
             if part.adapter.base != self._base:
-                check_base(part, folder_checksums(self._model_path, {entry.name for entry in part.adapter.base}))
+                dtypes = {entry.name: entry.dtype for entry in part.adapter.base}
+                check_base(part, folder_checksums(self._model_path, dtypes))
                 self._base = part.adapter.base
             if name not in self.numbers:
                 free = set(range(1, self._most + 1)) - set(self.numbers.values())

@@ -8,7 +8,8 @@
 
 Each rank writes its shards and reads those parts of all files that lie in its shards, so no rank ever holds more than
 one full tensor beside its own. Ranks that hold the same shard take turns. A :class:`Snapshot` is written by another
-thread while training goes on: nothing in it needs the other ranks.
+thread while training goes on: nothing in it needs the other ranks. To export it, rank 0 also holds a megabyte of full
+tensors for each file.
 """
 
 from __future__ import annotations
@@ -180,9 +181,10 @@ class Snapshot:
     def export(self, saved: Path, folder: Path) -> None:
         """Write the folder of :meth:`ShardedEngine.export` from what all ranks have written to ``saved``."""
         written = SavedTensors(saved)
-        full = ((spec.name, written.full(spec)) for spec in self.weights)
-        merged = self.model.to_checkpoint_names(published(self.model.merged(full), self.publish_dtype))
-        adapters = (written.full(spec) for _, spec in adapter_tensors((spec.name, spec) for spec in self.weights))
+        full = written.full(self.weights)
+        merged = self.model.to_checkpoint_names(published(self.model.merged(full), self.publish_dtype, self.model.kept))
+        of_adapters = adapter_tensors((spec.name, spec) for spec in self.weights)
+        adapters = (tensor for _, tensor in written.full(spec for _, spec in of_adapters))
         contents = _model_contents(self.model, self.weights, merged, adapters, dtype=self.publish_dtype)
         finish = _model_settings(self.model, dtype=self.publish_dtype, model_path=self.model_path, files=self.files)
         _write_model(folder, contents, files=self.files, finish=finish)
@@ -342,9 +344,8 @@ def _model_contents(
     def empty() -> Iterator[tuple[str, Tensor]]:
         return ((spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in specs)
 
-    specs_of_model = [
-        _spec(name, tensor) for name, tensor in model.to_checkpoint_names(published(model.merged(empty()), dtype))
-    ]
+    all_published = published(model.merged(empty()), dtype, model.kept)
+    specs_of_model = [_spec(name, tensor) for name, tensor in model.to_checkpoint_names(all_published)]
     yielded = iter(tensor for _, tensor in tensors)
     contents: dict[str, tuple[Sequence[TensorSpec], Iterator[Tensor]]] = {_MODEL: (specs_of_model, yielded)}
     if model.lora is not None:
@@ -382,9 +383,11 @@ def _write_model(folder: Path, contents: _Contents, *, files: DurableFiles, fini
         finish(partial)
 
 
-def published(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors with floating ones in ``dtype``."""
-    return ((name, full.to(dtype) if full.is_floating_point() else full) for name, full in tensors)
+def published(
+    tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, kept: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors with floating ones in ``dtype``; those named in ``kept`` as they are."""
+    return ((name, full.to(dtype) if full.is_floating_point() and name not in kept else full) for name, full in tensors)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -516,6 +519,9 @@ def write_tensors(
     return files.write_chunks(path, chunks())
 
 
+_OPENED_FOR_BYTES = 1 << 20
+
+
 class SavedTensors:
     """The tensors in a folder of :func:`save_trainer`, in whatever rank's files their pieces lie.
 
@@ -527,7 +533,9 @@ class SavedTensors:
         self._folder = folder
         self._pieces: dict[str, list[Piece]] = {}
         self.specs: dict[str, TensorSpec] = {}
-        for path in sorted(folder.glob("rank-*.safetensors")):
+        paths = sorted(folder.glob("rank-*.safetensors"))
+        self._files = len(paths)
+        for path in paths:
             with _readable(path), safe_open(str(path), framework="pt") as file:
                 for name, place in json.loads(file.metadata()[_PLACES]).items():
                     piece = file.get_slice(name)
@@ -564,12 +572,24 @@ class SavedTensors:
             with _readable(path):
                 read_parts(path, parts)
 
-    def full(self, spec: TensorSpec) -> Tensor:
-        """Return a whole tensor, in the host's memory; raise a CheckpointError if a part of it is missing."""
-        self._check_parts(spec)
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        self.read({spec.name: (tensor, tuple(slice(0, size) for size in spec.shape))})
-        return tensor
+    def full(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors by name, in the host's memory; raise a CheckpointError if a part of one is missing.
+
+        A file is opened anew for some tensors, so that it gives :data:`_OPENED_FOR_BYTES` on average.
+        """
+
+        def read() -> Iterator[tuple[str, Tensor]]:
+            self.read({name: (tensor, place_of_shard(tensor)) for name, tensor in tensors.items()})
+            for name in list(tensors):
+                yield name, tensors.pop(name)
+
+        tensors: dict[str, Tensor] = {}
+        for spec in specs:
+            self._check_parts(spec)
+            tensors[spec.name] = torch.empty(spec.shape, dtype=spec.dtype)
+            if sum(tensor.nbytes for tensor in tensors.values()) >= self._files * _OPENED_FOR_BYTES:
+                yield from read()
+        yield from read()
 
 
 @contextmanager

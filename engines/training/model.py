@@ -80,6 +80,7 @@ class PolicyModel(nn.Module):
         self.backend: str | None = None  # of torch.compile
         self.planned_for: str | None = None  # type of the device whose memory is planned without it
         self.architecture = type(causal_lm).__name__  # before sharding gives the class another name
+        self.kept = _kept_in_float32(causal_lm)
         config: Any = causal_lm.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
         self._rotary_change = rotary_change(config)
@@ -367,10 +368,24 @@ def load_policy_model(
     _check_logits(model if loaded.files is None else PolicyModel(loaded.twin))
     choose_layout(model, layout, loaded)
     if dtype == "bfloat16":  # as a pass would cast them; only what is trained needs more digits
-        for parameter in model.parameters():
-            if not parameter.requires_grad and parameter.is_floating_point():
+        for name, parameter in loaded.causal_lm.named_parameters():
+            if not parameter.requires_grad and parameter.is_floating_point() and _as_published(name) not in model.kept:
                 parameter.data = parameter.data.to(torch.bfloat16)
     return model
+
+
+def _kept_in_float32(causal_lm: Any) -> frozenset[str]:
+    """Return the names of tensors that are float32 in a model of any dtype: buffers, and what transformers says."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    patterns = list(causal_lm._get_dtype_plan(torch.bfloat16))  # noqa: SLF001  # as from_pretrained
+    matching, _, _ = build_glob_alternation(patterns)
+    weights = (name for name, _ in causal_lm.named_parameters() if patterns and matching.search(name))
+    return frozenset((*weights, *(name for name, _ in causal_lm.named_buffers())))
+
+
+def _as_published(name: str) -> str:
+    return name.replace(".base_layer.", ".")
 
 
 def load_causal_lm(
@@ -539,12 +554,37 @@ def shard(
             experts = experts_of(model.causal_lm)
             divide_experts(experts, ranks.ep)
             units = [*((module, ranks.expert_mesh) for module in experts), *units]
+        if dtype != "float32":
+            _shard([(module, ranks.mesh) for module in _kept_modules(model)], dtype="float32")
         _shard(units, dtype=dtype)
     elif model.unread is None:
         model.to(device)
     if model.unread is not None and model.planned_for is None:
         fill(model, model.causal_lm, model.unread, device=device)
         model.unread = None
+
+
+def _kept_modules(model: PolicyModel) -> list[nn.Module]:
+    """Return the outermost modules whose weights all stay in float32: FSDP casts those of a unit to one dtype.
+
+    Raises:
+        ConfigError: a weight that should stay so belongs to a module that has others.
+    """
+    left = {name for name, _ in model.causal_lm.named_parameters() if _as_published(name) in model.kept}
+    found: list[nn.Module] = []
+    for prefix, module in model.causal_lm.named_modules():
+        names = {f"{prefix}.{name}" for name, _ in module.named_parameters()}
+        if names and names <= left:
+            found.append(module)
+            left -= names
+    if left:
+        raise ConfigError(
+            f"dtype is bfloat16: transformers keeps {min(left)} of {model.architecture} in float32, and FSDP would "
+            "cast it with the other weights of its module",
+            path="dtype",
+            remedy="'float32'",
+        )
+    return found
 
 
 def _shard(units: Iterable[tuple[nn.Module, DeviceMesh]], *, dtype: ComputeDtype) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,13 +33,18 @@ class RowCost:
         return self.per_token * length + self.per_scored_token * scored + self.per_pair * pairs
 
 
-def balanced_partition(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Split indices of ``costs`` (0 or more each) into ``parts`` sorted lists of nearly equal sums, by differencing.
+_MOST_DIFFERENCED = 16  # parts
 
-    Largest differencing method (Karmarkar and Karp 1982, for several parts): start with every cost as a partition of
-    its own, whose other parts are empty; join the two partitions of largest spread, largest part to smallest, until one
-    is left. Its largest sum is at most 4/3 - 1/(3 * parts) times the best one (Michiels et al. 2003, "Performance
-    ratios for the differencing method"). O(n log n) for few parts. Ties are broken by index.
+
+def balanced_partition(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Split indices of ``costs`` (0 or more each) into ``parts`` sorted lists of nearly equal sums.
+
+    Up to 16 parts by the largest differencing method (Karmarkar and Karp 1982, for several parts): start with every
+    cost as a partition of its own, whose other parts are empty; join the two partitions of largest spread, largest part
+    to smallest, until one is left. That takes O(n (parts log parts + log n)) and memory for n * parts sums, so more
+    parts are filled longest cost first, each into the smallest sum, in O(n log n). By either, the largest sum is at
+    most 4/3 - 1/(3 * parts) times the best one (Michiels et al. 2003, "Performance ratios for the differencing method";
+    Graham 1969, "Bounds on multiprocessing timing anomalies"). Ties are broken by index.
 
     >>> balanced_partition([8, 7, 6, 5, 4], 2)  # 14 and 16; the best is 15 and 15
     [[0, 2], [1, 3, 4]]
@@ -47,6 +53,8 @@ def balanced_partition(costs: Sequence[float], parts: int) -> list[list[int]]:
         raise ConfigError(f"parts is {parts}", remedy="at least 1")
     if any(cost < 0 for cost in costs):
         raise ConfigError(f"a cost is {min(costs)}", remedy="0 or more")
+    if parts > _MOST_DIFFERENCED:
+        return _longest_first(costs, parts)
     # A partition: (-spread, first index as tie break, sums from largest to smallest, indices of each sum).
     heap = [
         (-float(cost), index, [float(cost)] + [0.0] * (parts - 1), [[index]] + [[] for _ in range(parts - 1)])
@@ -64,7 +72,21 @@ def balanced_partition(costs: Sequence[float], parts: int) -> list[list[int]]:
         joined.sort(key=lambda part: (-part[0], min(part[1], default=len(costs))))
         spread = joined[0][0] - joined[-1][0]
         heapq.heappush(heap, (-spread, min(first, second), [each[0] for each in joined], [each[1] for each in joined]))
-    return sorted((sorted(part) for part in heap[0][3]), key=lambda part: min(part, default=len(costs)))
+    return _in_order(heap[0][3], len(costs))
+
+
+def _longest_first(costs: Sequence[float], parts: int) -> list[list[int]]:
+    members: list[list[int]] = [[] for _ in range(parts)]
+    sums = [(0.0, part) for part in range(parts)]
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        smallest, part = sums[0]
+        members[part].append(index)
+        heapq.heapreplace(sums, (smallest + costs[index], part))
+    return _in_order(members, len(costs))
+
+
+def _in_order(members: list[list[int]], rows: int) -> list[list[int]]:
+    return sorted((sorted(part) for part in members), key=lambda part: min(part, default=rows))
 
 
 def assign_ranks(
@@ -78,10 +100,13 @@ def assign_ranks(
     busy = [row for row, tokens in enumerate(scored) if tokens]
     parts = balanced_partition([cost.of(lengths[row], scored[row]) for row in busy], ranks)
     # Any part may go to any rank: one rank after another gets the part with most of its own tokens.
+    owned = [Counter[int]() for _ in range(ranks)]  # tokens of each part
+    for part, members in enumerate(parts):
+        for i in members:
+            owned[holders[busy[i]]][part] += lengths[busy[i]]
     left = set(range(ranks))
-    for rank in range(ranks):
-        owned = {part: sum(lengths[busy[i]] for i in parts[part] if holders[busy[i]] == rank) for part in left}
-        chosen = max(sorted(left), key=lambda part: owned[part])
+    for rank, tokens in enumerate(owned):
+        chosen = min((tokens.keys() & left) or left, key=lambda part: (-tokens[part], part))
         left.remove(chosen)
         for i in parts[chosen]:
             assigned[busy[i]] = rank

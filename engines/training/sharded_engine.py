@@ -73,7 +73,8 @@ class ShardedEngine(Generic[ModelT]):
         layout: how rows lie in a micro-batch: ``packed`` one after the other, ``padded`` to one length (for models
             without variable-length attention), ``auto``: packed where the model allows it.
         num_mini_batches, epochs: optimizer steps per pass over a batch, and passes.
-        publish_dtype: of published and exported floating weights.
+        publish_dtype: of published and exported floating weights, but those that a family keeps in float32
+            (:attr:`~engines.training.model.PolicyModel.kept`).
         threads: CPU threads of torch, for the whole process; None leaves them as they are.
         mesh: sizes of the dimensions that the ranks are arranged in (:class:`~asyncrl.mesh.MeshShape`); None: weights
             and rows are sharded over all.
@@ -403,7 +404,7 @@ class ShardedEngine(Generic[ModelT]):
         return self._ranks.call_together(read, doing="reading the batch", catch=InvalidDataError)
 
     def _published(self, tensors: _Tensors) -> _Tensors:
-        return published(tensors, getattr(torch, self.publish_dtype))
+        return published(tensors, getattr(torch, self.publish_dtype), self._model.kept)
 
     def _full_tensors(self, of: Callable[[_Tensors], _Tensors] | None = None) -> _Tensors:
         """Yield full weights: ``of`` those of the module, or with adapters merged in."""

@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.errors import WeightError, WeightMismatchError
@@ -158,10 +159,10 @@ class CollectiveTransport(VersionedTransport[int]):
     """Implements :class:`asyncrl.weights.WeightTransport` for trainer ranks and engines that reach each other by TCP.
 
     All trainer ``ranks`` publish the same tensors in the same order. Of a full one each keeps its part. Of one that is
-    sharded (DTensor) over rows each keeps its shard, and rank 0 hashes the rows that the others send it, a piece at a
-    time: no rank has a full tensor. The manifest of a version is that of rank 0 with the locations of all
-    (:func:`asyncrl.weights.joined`). A rank needs memory for its part of ``max_versions`` versions and for a bucket. A
-    puller has the tensors that it asked for, and a piece of a bucket.
+    sharded (DTensor) over rows each keeps its shard, and rank 0 hashes the rows that the others send it, from host to
+    host and a piece at a time: no rank has a full tensor. The manifest of a version is that of rank 0 with the
+    locations of all (:func:`asyncrl.weights.joined`). A rank needs memory for its part of ``max_versions`` versions and
+    for a bucket. A puller has the tensors that it asked for, and a piece of a bucket.
 
     Args:
         rank, ranks: this trainer rank, and their number.
@@ -195,6 +196,7 @@ class CollectiveTransport(VersionedTransport[int]):
         self._address = address
         self._deadline_s = deadline_s
         self._piece_bytes = bucket_bytes // _AT_ONCE
+        self._hosts: tuple[object, dist.ProcessGroup | None] = (None, None)  # torch's default group, one of gloo beside
         self._sender: _Sender | None = None
 
     def pull_regions(self, manifest: WeightManifest, wanted: Mapping[str, Region]) -> dict[str, torch.Tensor]:
@@ -255,6 +257,7 @@ class CollectiveTransport(VersionedTransport[int]):
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[WeightManifest, int]:
         parts: dict[str, _Part] = {}
         entries: list[TensorEntry] = []
+        sharded: dict[str, DeviceMesh] = {}
         offset = HEADER_SIZE_BYTES
         for name, tensor in tensors:
             if name in parts:
@@ -265,8 +268,7 @@ class CollectiveTransport(VersionedTransport[int]):
 
                 tensor = full_tensor(tensor)  # noqa: PLW2901
             if isinstance(tensor, DTensor):
-                shard = tensor.to_local()
-                checksum = self._checksum(tensor, shard)
+                shard, checksum, sharded[name] = tensor.to_local(), 0, tensor.device_mesh
             else:
                 checksum = 0 if self.rank else xxhash.xxh3_64_intdigest(tensor_bytes(name, tensor))
                 is_scalar_elsewhere = len(place) != tensor.dim()
@@ -283,6 +285,10 @@ class CollectiveTransport(VersionedTransport[int]):
             entries.append(entry)
             offset = aligned(offset + entry.size_bytes)
             del tensor, shard  # while the next one is gathered
+        checksums = self._checksums([entry for entry in entries if entry.name in sharded], parts, sharded)
+        entries = [
+            msgspec.structs.replace(entry, checksum=checksums.get(entry.name, entry.checksum)) for entry in entries
+        ]
         if self._sender is None:
             try:
                 self._sender = _Sender(
@@ -303,23 +309,62 @@ class CollectiveTransport(VersionedTransport[int]):
         mesh = tensor.device_mesh
         return mesh.ndim == 1 and mesh.size() == self.ranks and tensor.placements == (Shard(0),)
 
-    def _checksum(self, tensor: DTensor, shard: torch.Tensor) -> int:
-        """Hash all rows on rank 0; 0 on the others, which send theirs. Collective."""
-        group, digest = tensor.device_mesh.get_group(), xxhash.xxh3_64()
-        for sender in range(self.ranks) if self.rank == 0 else (self.rank,):
-            place = divided(tensor.shape, 0, rank=sender, ranks=self.ranks)
-            for piece in pieces(place, most=self._piece_bytes // shard.itemsize):
-                if sender == self.rank:
-                    data = shard[within(piece, place)].contiguous().reshape(-1).view(torch.uint8)
-                else:
-                    data = torch.empty(volume(piece) * shard.itemsize, dtype=torch.uint8, device=shard.device)
-                    dist.recv(data, group=group, group_src=sender)
-                if self.rank:
-                    dist.send(data, group=group, group_dst=0)
-                else:
-                    # A copy: a trainer could not free memory that numpy has seen (Offload).
-                    digest.update(data.to("cpu", copy=True).numpy().data)
-        return 0 if self.rank else digest.intdigest()
+    def _checksums(
+        self, entries: Sequence[TensorEntry], parts: Mapping[str, _Part], meshes: Mapping[str, DeviceMesh]
+    ) -> dict[str, int]:
+        """Hash all rows of tensors on rank 0, by name; nothing on the others, which send theirs. Collective.
+
+        Those of several small tensors come together, those of a large one in pieces.
+        """
+        found: dict[str, int] = {}
+        group = self._host_group(meshes[entries[0].name]) if entries and self.ranks > 1 else None
+
+        def sizes(bucket: Sequence[TensorEntry], rank: int) -> list[int]:
+            places = (divided(entry.shape, 0, rank=rank, ranks=self.ranks) for entry in bucket)
+            return [volume(place) * DTYPES[entry.dtype].itemsize for entry, place in zip(bucket, places, strict=True)]
+
+        def exchange(bucket: Sequence[TensorEntry]) -> None:
+            digests = [xxhash.xxh3_64() for _ in bucket]
+            mine = [parts[entry.name].tensor.reshape(-1).view(torch.uint8) for entry in bucket]
+            if self.rank:
+                for piece in (mine[0] if len(mine) == 1 else torch.cat(mine)).split(self._piece_bytes):
+                    if len(piece):
+                        dist.send(piece, group=group, group_dst=0)
+                return
+            for digest, data in zip(digests, mine, strict=True):
+                digest.update(data.numpy().data)
+            for sender in range(1, self.ranks):
+                each = sizes(bucket, sender)
+                for start in range(0, sum(each), self._piece_bytes):
+                    piece = torch.empty(min(self._piece_bytes, sum(each) - start), dtype=torch.uint8)
+                    dist.recv(piece, group=group, group_src=sender)
+                    for digest, data in zip(digests, piece.split(each) if len(bucket) > 1 else (piece,), strict=True):
+                        digest.update(data.numpy().data)
+            found.update((entry.name, digest.intdigest()) for entry, digest in zip(bucket, digests, strict=True))
+
+        bucket, filled = list[TensorEntry](), 0
+        for entry in entries:
+            (size,) = sizes([entry], 0)  # that of no rank is larger
+            if bucket and filled + size > self._piece_bytes:
+                exchange(bucket)
+                bucket, filled = [], 0
+            bucket.append(entry)
+            filled += size
+        if bucket:
+            exchange(bucket)
+        return found
+
+    def _host_group(self, mesh: DeviceMesh) -> dist.ProcessGroup:
+        """Return a group of the trainer's ranks that sends from host to host; made once for torch's default group."""
+        group = mesh.get_group()
+        if dist.get_backend(group) == "gloo":
+            return group
+        world, hosts = self._hosts
+        if hosts is None or world is not dist.group.WORLD:
+            hosts = dist.new_group(backend="gloo")
+            assert isinstance(hosts, dist.ProcessGroup)
+            self._hosts = dist.group.WORLD, hosts
+        return hosts
 
     def _free(self, version: int, place: int) -> None:
         if self._sender is not None:

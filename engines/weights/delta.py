@@ -116,6 +116,10 @@ def _encode(tensor: int, start: int, old: Integers, new: Integers) -> _Encoded |
     return _Part(tensor, start, len(places), len(wide_gaps), len(small), len(wide)), arrays
 
 
+def _replace(tensor: int, start: int, old: Integers, new: Integers) -> None:
+    old[:] = new
+
+
 def _lengths(part: _Part, width: int) -> list[int]:
     bits = -(-part.places // 8)
     return [part.places, 4 * part.wide_gaps, bits, bits, part.small, width * part.wide]
@@ -146,23 +150,30 @@ class DeltaEncoder:
         self.copies, self._entries = {}, ()
 
     def take(
-        self, tensors: Iterable[tuple[TensorEntry, torch.Tensor, Bytes]]
+        self, tensors: Iterable[tuple[TensorEntry, torch.Tensor, Bytes]], *, most_bytes: float
     ) -> tuple[list[TensorEntry], Bytes | None]:
-        """Hold the next version; return its entries, and the delta to it, None if it has other tensors.
+        """Hold the next version; return its entries, and the delta to it, None if it has other tensors or more bytes.
 
-        The entries come without checksums, which are computed on the way.
+        What changes is encoded up to ``most_bytes`` (negative: nothing); behind them tensors are only copied. The
+        entries come without checksums, which are computed on the way.
         """
         entries: list[TensorEntry] = []
         encoded: list[_Encoded] = []
         waiting: deque[tuple[TensorEntry, Future[int], list[Future[_Encoded | None]]]] = deque()
         before = {(entry.name, entry.shape, entry.dtype) for entry in self._entries}
-        known = True
+        known, size_bytes = True, 0
 
         def finish(most: int) -> None:
+            nonlocal size_bytes
             while len(waiting) > most:
                 entry, checksum, pieces = waiting.popleft()
                 entries.append(msgspec.structs.replace(entry, checksum=checksum.result()))
-                encoded.extend(found for piece in pieces if (found := piece.result()) is not None)
+                for piece in pieces:
+                    if (found := piece.result()) is not None:
+                        size_bytes += sum(map(len, found[1]))
+                        encoded.append(found)
+                    if size_bytes > most_bytes:
+                        encoded.clear()
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="encode-weights") as threads:
             for number, (entry, tensor, data) in enumerate(tensors):
@@ -171,8 +182,9 @@ class DeltaEncoder:
                     width = _width(entry)
                     old = _integers(self.copies[entry.name].reshape(-1).view(torch.uint8).numpy(), width)
                     new, step = _integers(data, width), _PIECE_BYTES // width
+                    change = _encode if size_bytes <= most_bytes else _replace
                     pieces = [
-                        threads.submit(_encode, number, start, old[start : start + step], new[start : start + step])
+                        threads.submit(change, number, start, old[start : start + step], new[start : start + step])
                         for start in range(0, len(old), step)
                     ]
                 else:
@@ -181,7 +193,7 @@ class DeltaEncoder:
                 waiting.append((entry, threads.submit(xxhash.xxh3_64_intdigest, data.data), pieces))
                 finish(2 * _THREADS)
             finish(0)
-        same = known and len(entries) == len(self._entries)
+        same = known and len(entries) == len(self._entries) and size_bytes <= most_bytes
         self.copies = {entry.name: self.copies[entry.name] for entry in entries}
         base, self._entries = self._entries, tuple(entries)
         return entries, _joined(base, entries, encoded) if same else None

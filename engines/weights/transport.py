@@ -267,16 +267,17 @@ class DeltaChain:
     ) -> WeightManifest:
         """Publish through ``write`` what the version changes, or all of it: if that is less, or has to be."""
         links, self._links = self._links, []  # after an error the next version is a full one
+        most_bytes = -1.0
+        if links and len(links) <= _LONGEST_CHAIN:
+            most_bytes = _LARGEST_SHARE * links[0].size_bytes - sum(link.size_bytes for link in links[1:])
         try:
             placed = (part for batch in in_batches(tensors, size_bytes=1) for part in batch)
             found = ((part.entry(0), part.tensor, np.frombuffer(part.data, dtype=np.uint8)) for part in placed)
-            entries, delta = self._encoder.take(found)
+            entries, delta = self._encoder.take(found, most_bytes=most_bytes)
         except BaseException:
             self._encoder.forget()
             raise
-        full = sum(entry.size_bytes for entry in entries)
-        sent = sum(link.size_bytes for link in links[1:])
-        if not links or delta is None or sent + len(delta) > _LARGEST_SHARE * full or len(links) > _LONGEST_CHAIN:
+        if delta is None or len(delta) > most_bytes:
             manifest = write(self._encoder.copies.items(), version)
             self._links = [manifest]
         else:

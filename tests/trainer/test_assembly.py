@@ -23,6 +23,8 @@ from asyncrl.trainer.assembly import (
     make_advantages,
     proof_spec,
     rollout_spec,
+    trainer_options,
+    warm_start_options,
 )
 from asyncrl.weights import TransportSpec
 from buffers.replay import AsyncReplayBuffer
@@ -67,6 +69,32 @@ def test_a_canary_is_held_to_the_coarsest_dtype(
     (tmp_path / "run.toml").write_text(FILE)
     spec = proof_spec(load_config(tmp_path / "run.toml", settings))
     assert (spec.dtype, spec.canary_tokens) == (dtype, tokens)
+
+
+def without_options(model_path: str) -> None:
+    """Stands for a training engine that takes no options."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ([], "float32"),
+        (["--model.dtype", "bfloat16"], "bfloat16"),
+        (["--rollout.python", "python", "--rollout.options.dtype", "bfloat16"], "bfloat16"),
+        (["--rollout.engine", "remote", "--rollout.options.options.dtype", "bfloat16"], "bfloat16"),
+        (["--model.dtype", "bfloat16", "--rollout.options.dtype", "float32"], "float32"),
+        (["--model.dtype", "bfloat16", "--rollout.options.dtype", "auto"], "float32"),
+        (["--model.dtype", "bfloat16", "--trainer.options.publish_dtype", "float32"], None),  # the user's own
+        (["--model.dtype", "bfloat16", "--trainer.engine", f"{__name__}:without_options"], None),
+    ],
+)
+def test_weights_are_published_in_the_dtype_that_engines_compute_in(
+    tmp_path: Path, settings: list[str], dtype: str | None
+) -> None:
+    (tmp_path / "run.toml").write_text(FILE)
+    config = load_config(tmp_path / "run.toml", settings)
+    assert trainer_options(config).get("publish_dtype") == dtype
+    assert "publish_dtype" not in warm_start_options(config)  # which the run begins with, with all digits
 
 
 @pytest.mark.parametrize(

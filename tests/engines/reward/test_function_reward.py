@@ -703,14 +703,14 @@ async def test_closing_leaves_no_process_that_was_just_being_started(
     loop, start = asyncio.get_running_loop(), ScoringProcess._open
     started: list[int] = []
 
-    def slow_start(descriptor: int) -> subprocess.Popen[bytes]:
+    def slow_start(owner: ScoringProcess, descriptor: int) -> subprocess.Popen[bytes]:
         loop.call_soon_threadsafe(opening.set)
         closed.wait(60)
-        process = start(descriptor)
+        process = start(owner, descriptor)
         started.append(process.pid)
         return process
 
-    monkeypatch.setattr(ScoringProcess, "_open", staticmethod(slow_start))
+    monkeypatch.setattr(ScoringProcess, "_open", slow_start)
     reward = FunctionReward(function=f"{name}:reward")
     scoring = asyncio.ensure_future(reward.score(batch(["a"])))
     await opening.wait()

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from asyncrl.errors import LiveWeightsError
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, LiveWeightsEngine, SamplingParams
-from asyncrl.rollout.live_weights import commit_into, sampled_entries
+from asyncrl.rollout.live_weights import _warn_uncompared, commit_into, sampled_entries
 from asyncrl.rollout.replica import fetch_into
 from asyncrl.weights import Canary, TensorEntry, TransportSpec, WeightManifest, rounding_error
 from engines.rollout.remote.engine import RemoteEngine
@@ -89,11 +89,15 @@ async def test_memory_that_changed_after_it_was_verified_is_found(
         await commit_into(engine, 1, kv_cache="keep", manifest=manifest)
 
 
-async def test_tensors_that_the_engine_casts_are_left_out(
-    engine: TransformersEngine, publish: Any, pulled: Any
+async def test_tensors_that_the_engine_casts_are_left_out_and_the_log_says_so(
+    engine: TransformersEngine, publish: Any, pulled: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await fetch_into(engine, manifest := publish(1, torch.bfloat16), transport=pulled)
-    await commit_into(engine, 1, kv_cache="keep", manifest=manifest)
+    _warn_uncompared.cache_clear()
+    for version in (1, 2):
+        await fetch_into(engine, manifest := publish(version, torch.bfloat16), transport=pulled)
+        await commit_into(engine, version, kv_cache="keep", manifest=manifest)
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "published in bfloat16, and the engine holds them in float32" in warning
 
 
 async def test_an_engine_in_a_process_of_its_own_checks_itself(

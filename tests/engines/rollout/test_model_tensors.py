@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightError, WeightMismatchError, WeightVersionError
-from asyncrl.weights import TensorEntry, WeightManifest
-from engines.rollout.model_tensors import ModelTensors
+from asyncrl.weights import Adapter, TensorEntry, WeightManifest, entries_of
+from engines.rollout.model_tensors import ModelTensors, check_base, folder_checksums
 
 
 def manifest_of(tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
@@ -69,3 +69,22 @@ def test_what_does_not_fit(folder_of: Callable[..., Path], tmp_path: Path) -> No
         model.check_manifest(manifest_of({**tensors, "model.norm.weight": norm.long()}), held=2)
     with pytest.raises(WeightError, match="is no causal language model"):
         ModelTensors.of_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_base_of_an_adapter_is_compared_with_a_folder_of_another_dtype(
+    folder_of: Callable[..., Path], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of()
+    base = entries_of((name, tensor.to(dtype)) for name, tensor in tensors_of(folder).items())
+    manifest = WeightManifest(
+        version=1, transport="", location="", tensors=(), adapter=Adapter(rank=1, alpha=1.0, base=base)
+    )
+    served = folder_checksums(str(folder), {entry.name: entry.dtype for entry in base})
+    check_base(manifest, served)
+    for name in served:
+        with pytest.raises(WeightMismatchError, match=f"its {name} is not what the engine serves"):
+            check_base(manifest, {**served, name: (served[name][0], 1)})
+    assert not caplog.records
+    check_base(manifest, {name: ("float16", checksum) for name, (_, checksum) in served.items()})
+    assert "no tensor of its base is compared" in caplog.text

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    Ernie4_5_MoeConfig,
     Gemma2Config,
+    Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -40,6 +42,8 @@ _CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "mixtral": MixtralConfig,
     "olmo2": Olmo2Config,
     "phimoe": PhimoeConfig,
+    "ernie4_5_moe": Ernie4_5_MoeConfig,
+    "glm4_moe": Glm4MoeConfig,
 }
 
 

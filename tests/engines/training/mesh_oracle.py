@@ -351,7 +351,7 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
     from engines.training.checkpoint import SavedTensors  # here: defects are planted before the engines are imported
 
     saved = SavedTensors(folder)
-    return {name: saved.full(spec) for name, spec in saved.specs.items()}
+    return dict(saved.full(saved.specs.values()))
 
 
 # ----------------------------------------------------------------------------------------------------------- the oracle

@@ -6,10 +6,12 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.errors import CheckpointError
 from asyncrl.io import DurableFiles
-from engines.training import checkpoint
+from engines.training import checkpoint, loading
 from engines.training.checkpoint import HostMemory, SavedTensors, TensorSpec, full_tensor, write_tensors
 
 TENSORS = {
@@ -78,12 +80,39 @@ def test_any_part_is_read_from_whatever_pieces_there_are(tmp_path: Path, cuts: t
     tensors = saved(tmp_path, *cuts)
     tensors.check([MATRIX])
     whole = torch.arange(20.0).reshape(4, 5)
-    assert torch.equal(tensors.full(MATRIX), whole)
+    ((name, full),) = tensors.full([MATRIX])
+    assert name == "matrix"
+    assert torch.equal(full, whole)
     for top, bottom in itertools.combinations(range(5), 2):
         for left, right in itertools.combinations(range(6), 2):
             part = torch.full((bottom - top, right - left), torch.nan)
             tensors.read({"matrix": (part, (slice(top, bottom), slice(left, right)))})
             assert torch.equal(part, whole[top:bottom, left:right])
+
+
+@pytest.mark.parametrize(("size_bytes", "opened"), [(1, 12), (50, 6), (1 << 20, 2)])
+def test_a_file_is_opened_for_many_whole_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size_bytes: int, opened: int
+) -> None:
+    model = {f"layer.{n}": torch.randn(4, 5) for n in range(6)}  # of 80 bytes each
+    for rank in range(2):
+        half = slice(2 * rank, 2 * rank + 2)
+        places = json.dumps({name: {"start": (2 * rank, 0), "shape": (4, 5)} for name in model})
+        path = tmp_path / f"rank-{rank:05d}.safetensors"
+        save_file({name: each[half].contiguous() for name, each in model.items()}, path, metadata={"places": places})
+    tensors, paths = SavedTensors(tmp_path), list[str]()
+
+    def noted(path: str, **options: Any) -> Any:
+        paths.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(loading, "safe_open", noted)
+    monkeypatch.setattr(checkpoint, "_OPENED_FOR_BYTES", size_bytes)
+    found = tensors.full([TensorSpec(name, torch.float32, (4, 5)) for name in model])
+    for (name, tensor), (same, expected) in zip(found, model.items(), strict=True):
+        assert name == same
+        assert torch.equal(tensor, expected)
+    assert len(paths) == opened
 
 
 def test_a_folder_of_another_model_is_refused_with_the_tensor_that_differs(tmp_path: Path) -> None:

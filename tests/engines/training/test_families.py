@@ -34,6 +34,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2 windowed": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
     "custom": {},
 }
+KEEPS_FLOAT32: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},  # weights of routers
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},  # a buffer of each
+}
+"""Mixtures with tensors that are float32 whatever the dtype of the model."""
 PADDED = {"custom"}
 """Families that cannot be packed."""
 
@@ -132,12 +137,12 @@ def test_tensors_sharded_by_fsdp_are_published_and_loaded_unchanged(
     assert exported.update(batch) == trainer.update(batch)
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "olmo2", "mixtral", *KEEPS_FLOAT32])
 def test_layers_in_bfloat16_are_those_of_transformers(
     engine: Callable[..., FSDPEngine], model_folder: Callable[..., str], family: str
 ) -> None:
-    """Bit for bit: OLMo's angles of positions are float32 whatever the states are."""
-    folder = model_folder(family)
+    """Bit for bit: OLMo's angles of positions are float32 whatever the states are, and Ernie's routers."""
+    folder = model_folder(family, tied=False, **KEEPS_FLOAT32.get(family, {}))
     row = torch.arange(40)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -149,6 +154,56 @@ def test_layers_in_bfloat16_are_those_of_transformers(
     )
     trainer.log_probs(DataProto.from_dict(tensors={"input_ids": [row]}))
     assert torch.equal(found[0], expected)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0, "target_modules": ["q_proj"]}])
+@pytest.mark.parametrize("family", KEEPS_FLOAT32)
+def test_what_a_family_keeps_in_float32_is_published_and_exported_so(
+    engine: Callable[..., FSDPEngine],
+    model_folder: Callable[..., str],
+    trajectories: Callable[..., DataProto],
+    family: str,
+    lora: dict[str, Any] | None,
+    tmp_path: Path,
+) -> None:
+    folder = model_folder(family, tied=False, **KEEPS_FLOAT32[family])
+    expected = {
+        name: tensor.dtype
+        for name, tensor in AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict().items()
+    }
+    assert set(expected.values()) == {torch.float32, torch.bfloat16}
+    trainer = engine(folder, dtype="bfloat16", publish_dtype="bfloat16", lora=lora)
+    trainer.update(trajectories(LENGTHS))
+    before = load_file(Path(folder) / "model.safetensors")
+    for name, tensor in trainer.named_tensors():
+        if "gate.weight" in name or "e_score" in name:
+            of_module = name.replace("mlp.moe_statics", "mlp.gate.moe_statics")  # in files it is elsewhere
+            assert tensor.dtype == expected[of_module], name
+            if lora is not None:
+                assert torch.equal(tensor, before[name].to(tensor.dtype))  # it was rounded nowhere
+        else:
+            assert tensor.dtype == torch.bfloat16, name
+    trainer.export(tmp_path / "export")
+    trainer.save(tmp_path / "saved")
+    trainer.snapshot().export(tmp_path / "saved", tmp_path / "from snapshot")
+    published = {name: tensor.clone() for name, tensor in trainer.named_tensors()}
+    for exported in ("export", "from snapshot"):
+        written = load_file(tmp_path / exported / "model.safetensors")
+        assert written.keys() == published.keys()
+        assert all(_same(written[name], published[name]) for name in written)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_a_weight_that_fsdp_would_cast_although_the_family_keeps_it_is_refused_by_name(
+    engine: Callable[..., FSDPEngine], model_folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.Qwen2PreTrainedModel._keep_in_fp32_modules_strict", ["q_proj.weight"])
+    with pytest.raises(ConfigError, match=r"keeps model\.layers\.0\.self_attn\.q_proj\.weight of Qwen2.* in float32"):
+        engine(model_folder("qwen2"), dtype="bfloat16")  # its q_proj has a bias, too
+    engine(model_folder("qwen2"))
 
 
 @pytest.mark.gpu

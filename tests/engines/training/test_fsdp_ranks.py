@@ -44,7 +44,7 @@ class Outcome:
 
 def saved_tensors(folder: Path) -> dict[str, Tensor]:
     saved = SavedTensors(folder)
-    return {name: saved.full(spec) for name, spec in saved.specs.items()}
+    return dict(saved.full(saved.specs.values()))
 
 
 def _free_port() -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import product
+import tracemalloc
+from itertools import pairwise, product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from engines.training.partition import RowCost, balanced_partition
+from engines.training.partition import RowCost, assign_ranks, balanced_partition
 
 COSTS = st.lists(st.integers(0, 40), max_size=7)
 
@@ -48,6 +50,42 @@ def test_every_row_once_and_near_the_best_of_all_partitions(costs: list[int], pa
 def test_many_rows_leave_a_spread_smaller_than_the_longest(costs: list[int], parts: int) -> None:
     sums = [sum(costs[row] for row in part) for part in balanced_partition(costs, parts)]
     assert max(sums) - min(sums) <= max(costs)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 99), max_size=5), min_size=17, max_size=40), st.randoms())
+def test_many_parts_are_near_the_best_one_and_have_every_row_once(cuts: list[list[int]], order: Random) -> None:
+    """Rows that can be divided into parts of 100 each."""
+    costs = [b - a for each in cuts for a, b in pairwise([0, *sorted(each), 100])]
+    order.shuffle(costs)
+    found = balanced_partition(costs, len(cuts))
+    assert len(found) == len(cuts)
+    assert sorted(row for part in found for row in part) == list(range(len(costs)))
+    assert all(part == sorted(part) for part in found)
+    assert max(sum(costs[row] for row in part) for part in found) <= (4 / 3 - 1 / (3 * len(cuts))) * 100
+
+
+def test_many_parts_take_memory_for_rows_and_parts_not_for_their_product() -> None:
+    tracemalloc.start()
+    balanced_partition(range(1024), 256)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1e6
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 2)), max_size=12))
+def test_one_rank_after_another_gets_the_part_with_most_of_its_tokens(rows: list[tuple[int, int, int]]) -> None:
+    holders, lengths, scored = ([row[column] for row in rows] for column in range(3))
+    cost = RowCost(per_token=1.0, per_scored_token=0.0, per_pair=0.0)
+    assigned = assign_ranks(holders, lengths, scored, ranks=4, cost=cost)
+    busy = [row for row, tokens in enumerate(scored) if tokens]
+    assert all(assigned[row] == holders[row] for row in range(len(rows)) if row not in busy)
+    left = [[busy[i] for i in part] for part in balanced_partition([lengths[row] for row in busy], 4)]
+    for rank in range(4):
+        mine = [row for row in busy if assigned[row] == rank]
+        owned = [sum(lengths[row] for row in part if holders[row] == rank) for part in left]
+        assert mine == left.pop(owned.index(max(owned)))
 
 
 def test_a_long_row_costs_more_than_its_tokens() -> None:

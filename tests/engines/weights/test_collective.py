@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -28,6 +29,7 @@ from asyncrl.weights import WeightManifest, joined
 from engines.weights import collective
 from engines.weights.collective import CollectiveTransport
 from engines.weights.resharding import divided, whole, within
+from engines.weights.transport import tensor_bytes
 
 Make = Callable[..., CollectiveTransport]
 
@@ -86,6 +88,68 @@ def test_the_shards_that_are_published_can_still_be_freed(make: Make) -> None:
         assert all(shard.to_local().untyped_storage().resizable() for shard in shards.values())
     finally:
         dist.destroy_process_group()
+
+
+def sharded_model() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"large": (600, 4), "nothing": (0, 4), "row": (1, 7), **{f"bias.{n}": (n,) for n in range(1, 20)}}
+    model = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return model | {"half": torch.randn(3, 5, generator=generator).bfloat16()}
+
+
+def publish_shards(rank: int, store: Store) -> dict[str, tuple[list[WeightManifest], int, int]]:
+    """Publish two versions as one of two ranks, beside a group that sends from hosts and one that does not.
+
+    Return the manifests, and how many messages and groups there were.
+    """
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    receive, new_group = dist.recv, dist.new_group
+    counts = {"messages": 0, "groups": 0}
+
+    def counted(what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        counts[what] += 1
+        return function(*arguments, **options)
+
+    found = {}
+    for backend in ("gloo", "nccl"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_backend", lambda _, backend=backend: backend)
+            patch.setattr(dist, "recv", partial(counted, "messages", receive))
+            patch.setattr(dist, "new_group", partial(counted, "groups", new_group))
+            transport = CollectiveTransport(namespace="test", rank=rank, ranks=2, bucket_bytes=8 * 512)
+            manifests = []
+            for version in (1, 2):
+                tensors = {
+                    name: DTensor.from_local(
+                        tensor[within(divided(tensor.shape, 0, rank=rank, ranks=2), whole(tensor.shape))],
+                        mesh,
+                        [Shard(0)],
+                        shape=tensor.shape,
+                        stride=tensor.stride(),
+                    )
+                    for name, tensor in sharded_model().items()
+                }
+                manifests.append(transport.publish(tensors.items(), version=version))
+            transport.close()
+        found[backend] = manifests, counts["messages"], counts["groups"]
+        counts |= {"messages": 0, "groups": 0}
+    dist.destroy_process_group()
+    return found
+
+
+def test_what_ranks_shard_is_hashed_from_host_to_host_in_few_messages() -> None:
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    with subprocess.Popen([sys.executable, __file__, str(store.port)]) as other:
+        found = publish_shards(0, store)
+        assert other.wait(60.0) == 0
+    expected = {name: xxhash.xxh3_64_intdigest(tensor_bytes(name, each)) for name, each in sharded_model().items()}
+    for backend, groups in (("gloo", 0), ("nccl", 1)):
+        manifests, messages, made = found[backend]
+        for manifest in manifests:
+            assert {entry.name: entry.checksum for entry in manifest.tensors} == expected
+        # 4,800 bytes of one tensor, 512 at a time, and those of all others together, for each version.
+        assert (messages, made) == (2 * (10 + 1), groups)
 
 
 def test_each_rank_holds_its_rows_alone(make: Make) -> None:
@@ -215,3 +279,7 @@ def test_a_rank_in_another_process_is_stopped_or_killed(make: Make, number: sign
                 make(deadline_s=2.0)._read(manifest)
         finally:
             child.kill()
+
+
+if __name__ == "__main__":
+    publish_shards(1, TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=False))

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import WeightError, WeightMismatchError
 from asyncrl.weights import WeightManifest
+from engines.weights import delta
 from engines.weights.disk import DiskTransport
 
 
@@ -100,6 +102,35 @@ def test_a_reader_that_missed_some_fetches_those_and_a_late_one_all(
     transport._readers._read = transport._read
     assert_pulled(transport, manifest, model)
     assert read == [0, 1, 2, 3, 4]
+
+
+def test_no_more_is_encoded_than_a_delta_may_have(
+    transport: DiskTransport, reader: DiskTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    encode = delta._encode
+
+    def noted(*piece: Any) -> Any:
+        if (found := encode(*piece)) is not None:
+            sizes.append(sum(len(array) for array in found[1]))
+        return found
+
+    monkeypatch.setattr(delta, "_encode", noted)
+    model = {f"layer.{n}": torch.arange(500.0).bfloat16() for n in range(100)}
+    for version, share in enumerate((0.0, 0.01, 0.9, 0.9, 0.01)):
+        sizes.clear()
+        step(model, share, seed=version)
+        manifest = transport.publish(model.items(), version=version)
+        transport.release(version - 1)
+        assert_pulled(reader, manifest, model)
+        # Those of some tensors more, which are encoded at a time.
+        assert sum(sizes) <= 500 * 2 * (50 + 10)
+        assert [link.version for link in manifest.chain] == [[0], [0, 1], [2], [3], [3, 4]][version]
+    transport.rebase()
+    sizes.clear()
+    step(model, 0.01, seed=5)
+    transport.publish(model.items(), version=5)
+    assert not sizes
 
 
 def test_two_versions_in_use_do_not_disturb_one_another(transport: DiskTransport, reader: DiskTransport) -> None:

@@ -207,7 +207,8 @@ class Driver:
                     await self._admission_changed.wait()
                 continue
             horizon, group_id = self.law.horizon, self.law.issue()
-            self._book.issued(group_id, served=self.stages.pool.weight_version)
+            # While replicas commit a version it is the pool's already, and the law's once all of them serve it.
+            self._book.issued(group_id, served=min(self.law.version, self.stages.pool.weight_version))
             group = self.groups.setdefault(group_id, Group(group_id=group_id))
             if self.tasks is not None and group.task is None:
                 group.task = self.tasks.choose(group_id, horizon=horizon)

@@ -42,6 +42,7 @@ def random_scenario(seed: int) -> Scenario:
         update_s=dice.choice(_UPDATES),
         publish_s=dice.choice((0.0, 0.5)),
         prepare_s=dice.choice((0.0, 0.5, 3.0)),
+        commit_s=random.Random(seed + 4).choice((0.0, 0.0, 0.5)),
         checkpoint_every=dice.choice((0, 1, 2)),
         checkpoint_write_s=random.Random(seed + 3).choice((0.0, 0.5, 20.0)),
         rollout_deadline_s=1e4,  # only a rollout of a frozen replica takes as long

@@ -58,6 +58,24 @@ def test_each_policy_with_a_slow_group(policy: str, masked: int):
     assert (result.steps[0].at_s > 10) == (policy == "wait")
 
 
+def test_a_group_that_is_issued_while_a_version_is_committed_counts_as_of_the_version_before():
+    # Group 4 fails while version 4 is committed, and group 5 takes its place at once: it was issued under version 3. It
+    # is slow, so it gives its place away when version 8 serves, to group 11.
+    scenario = Scenario(
+        steps=12,
+        groups_per_step=1,
+        policy="mask",
+        replicas=2,
+        tokens=Distribution.parse("15"),
+        commit_s=0.3,
+        faults=(Fault(kind="environment", at=4), Fault(kind="slow", at=5)),
+    )
+    result = simulate(scenario)
+    assert (result.ended_by, result.violations) == ([], [])
+    assert result.dropped[4] == "environment_failed"
+    assert result.trained[8].group_ids == (5,)
+
+
 def test_a_seed_determines_the_run():
     scenario = Scenario(steps=6, groups_per_step=3, tokens=Distribution.parse("lognormal(2, 1)"), replicas=2, seed=5)
     first, again, other = simulate(scenario), simulate(scenario), simulate(replace(scenario, seed=6))

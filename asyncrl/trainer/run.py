@@ -109,7 +109,7 @@ class TrainingRun:
         self._checkpoint = checkpoint
         self._resumed = read_driver_state(checkpoint) if checkpoint is not None else None
         if checkpoint is not None:
-            _check_state_fits(config, load_config(run.config_path))
+            _check_state_fits(config, load_config(run.config_path), has_critic=(checkpoint / "critic").is_dir())
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep_last, in_use=checkpoint)
         self._phases_s: dict[str, float] = {}
         self._phase_now = ("", time.monotonic())
@@ -706,11 +706,14 @@ def _stages(config: Config) -> tuple[object, ...]:
     return needs_reference(config), critic, baseline, divergence_estimator(config)
 
 
-def _check_state_fits(config: Config, before: Config) -> None:
-    """Check that what ``config`` trains can go on from the checkpoints of a run; ``before`` is the run's own."""
+def _check_state_fits(config: Config, before: Config, *, has_critic: bool) -> None:
+    """Check that what ``config`` trains can go on from a checkpoint of a run; ``before`` is the run's own.
+
+    Parts that ``before`` names are not loaded: a program may have given the objects.
+    """
     for key in _SAVED:
         role, name = key.split(".")
-        if role == "critic" and not needs_critic(before):
+        if role == "critic" and not has_critic:
             continue
         value, saved = (getattr(getattr(each, role), name) for each in (config, before))
         if value != saved:

@@ -399,7 +399,14 @@ def test_a_change_that_a_resume_cannot_honour_is_refused(
     small_config: MakeConfig, before: dict[str, Any], now: dict[str, Any], refused: str
 ):
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
-        _check_state_fits(small_config(**now), small_config(**before))
+        _check_state_fits(small_config(**now), small_config(**before), has_critic=False)
+
+
+@pytest.mark.parametrize("has_critic", [True, False])
+def test_a_checkpoint_with_a_critic_keeps_its_optimizer(small_config: MakeConfig, has_critic: bool):
+    refused = pytest.raises(ConfigError, match="critic.optimizer = muon: the checkpoints of the run were written with")
+    with refused if has_critic else nullcontext():
+        _check_state_fits(small_config(critic={"optimizer": "muon"}), small_config(), has_critic=has_critic)
 
 
 def test_an_estimator_in_the_loss_alone_can_be_set(small_config: MakeConfig):

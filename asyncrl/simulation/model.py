@@ -131,6 +131,7 @@ FaultKind: TypeAlias = Literal[
     "evaluation",
     "hand-over",
     "trainer",
+    "snapshot",
     "storage",
 ]
 """Kinds of faults.
@@ -145,6 +146,7 @@ FaultKind: TypeAlias = Literal[
     evaluation    the replica dies while it answers held-out tasks under the version of the step
     hand-over     the replica dies while it sleeps or wakes, under the version of the step
     trainer       the trainer dies in the step
+    snapshot      the checkpoint after the step cannot be taken
     storage       the checkpoint after the step cannot be written
 """
 

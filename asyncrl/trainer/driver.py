@@ -478,6 +478,8 @@ class Driver:
         except NOT_WRITTEN as error:
             self._unsaved(step, error)
             pace.written(now_s=clock(), took_s=clock() - begun_s)
+            async with self.devices.trainer_turn():
+                pass  # the turn that failed has kept the devices from the rollouts
             return
         took_s = clock() - begun_s
 

@@ -24,7 +24,10 @@ def random_scenario(seed: int) -> Scenario:
     for _ in range(dice.choice((0, 0, 1, 1, 2, 4))):
         by_group_id = dice.random() < 0.7
         kinds, highest = (_BY_GROUP, issued) if by_group_id else (_BY_STEP, steps)
-        faults.append(Fault(kind=dice.choice(kinds), at=dice.randint(0 if by_group_id else 1, highest)))
+        kind = dice.choice(kinds)
+        if kind == "storage" and random.Random(seed + 5).random() < 0.5:
+            kind = "snapshot"
+        faults.append(Fault(kind=kind, at=dice.randint(0 if by_group_id else 1, highest)))
     scenario = Scenario(
         steps=steps,
         groups_per_step=groups_per_step,

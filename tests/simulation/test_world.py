@@ -107,17 +107,19 @@ FAULTY = Scenario(
         (Fault(kind="garbage", at=3), "InvalidDataError: "),
         (Fault(kind="weights", at=2), "Error: "),
         (Fault(kind="trainer", at=3), "WorkerDiedError: the trainer died in step 3"),
+        (Fault(kind="snapshot", at=2), ""),
         (Fault(kind="storage", at=2), ""),
     ],
 )
 def test_a_fault_has_its_effect_and_no_other(fault: Fault, ended_by: str):
-    result = simulate(replace(FAULTY, faults=(fault,)), fetch=True)
+    scenario = replace(FAULTY, shared_devices=fault.kind == "snapshot", faults=(fault,))
+    result = simulate(scenario, fetch=True, limit_s=1e4)
     assert result.injected == [fault]
     assert result.violations == []
     assert len(result.ended_by) == bool(ended_by)
     assert ended_by in " ".join(result.ended_by)
-    storage = {2: "OSError: no space left for the checkpoint of step 2"} if fault.kind == "storage" else {}
-    assert result.unsaved == storage
+    unsaved = {"snapshot": "no room for the snapshot", "storage": "no space left for the checkpoint"}.get(fault.kind)
+    assert result.unsaved == ({2: f"OSError: {unsaved} of step 2"} if unsaved else {})
     assert [step.step for step in result.steps] == [1, 2, 3, 4]
     assert result.dropped == ({3: "environment_failed"} if fault.kind == "environment" else {})
 

@@ -199,6 +199,7 @@ class LedgerBase(msgspec.Struct, frozen=True, kw_only=True):
         outstanding: groups issued, neither trained on nor dropped.
         dropped_tokens: tokens of groups that were not trained on, by reason.
         position: the ledger's end when the checkpoint was made.
+        same_updates: whether the run goes on with the updates of before, which make the same weights of the same rows.
     """
 
     step: int
@@ -207,6 +208,7 @@ class LedgerBase(msgspec.Struct, frozen=True, kw_only=True):
     outstanding: tuple[int, ...]
     dropped_tokens: dict[str, int] = {}
     position: LedgerPosition = LedgerPosition()
+    same_updates: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

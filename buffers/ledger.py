@@ -515,16 +515,18 @@ class SQLiteLedger:
         for group_id in sorted(completed | used):
             if (group := history.group(group_id, connection=self._connection, uses=uses[group_id])) is not None:
                 groups[group_id] = group
-        # A batch is repeated whole or not at all, and only if all before it are: their weights sampled its rows.
+        newest_of = {group_id: max(group.summary.version_tokens) for group_id, group in groups.items()}
+        # A batch is repeated whole or not at all, and only if all before it are: their weights sampled its rows. Other
+        # updates make other weights of them.
         whole: dict[int, tuple[int, ...]] = {}
         for step in range(base.step + 1, max(batches, default=0) + 1):
-            if not all(group_id in groups for group_id in batches.get(step, (-1,))):
+            if not all(newest_of.get(group_id, step) <= newest for group_id in batches.get(step, (-1,))):
                 break
             whole[step] = batches[step]
         newest = base.step + len(whole)
         for group_id in sorted(completed):
             why = "cannot be read"
-            if group_id in groups and max(groups[group_id].summary.version_tokens) > newest:
+            if newest_of.get(group_id, 0) > newest:
                 why = f"are of weights after version {newest}, which cannot be reproduced"
                 del groups[group_id]
             if group_id not in groups:

@@ -76,8 +76,8 @@ def lost_scores(resumed: DriverState, *, scored: Collection[int], again: int | N
     return tuple(step for step in steps if step not in scored and step != again)
 
 
-def ledger_base(resumed: DriverState) -> LedgerBase:
-    """Return what a ledger needs of the checkpoint that a run resumes from."""
+def ledger_base(resumed: DriverState, *, same_updates: bool = True) -> LedgerBase:
+    """Return what a ledger needs of the checkpoint that a run resumes from, with the same updates or with others."""
     return LedgerBase(
         step=resumed.step,
         next_group_id=resumed.next_group_id,
@@ -89,6 +89,7 @@ def ledger_base(resumed: DriverState) -> LedgerBase:
             if reason not in STEP_REASONS and reason != "interrupted"
         },
         position=resumed.ledger,
+        same_updates=same_updates,
     )
 
 

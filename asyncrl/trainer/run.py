@@ -108,8 +108,11 @@ class TrainingRun:
         self._timeline = timeline
         self._checkpoint = checkpoint
         self._resumed = read_driver_state(checkpoint) if checkpoint is not None else None
+        self._same_updates = True
         if checkpoint is not None:
-            _check_state_fits(config, load_config(run.config_path), has_critic=(checkpoint / "critic").is_dir())
+            before = load_config(run.config_path)
+            _check_state_fits(config, before, has_critic=(checkpoint / "critic").is_dir())
+            self._same_updates = _same_updates(config, before)
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep_last, in_use=checkpoint)
         self._phases_s: dict[str, float] = {}
         self._phase_now = ("", time.monotonic())
@@ -229,9 +232,8 @@ class TrainingRun:
     def _open_records(self) -> None:
         """Open the ledger; a resumed run also removes what was written after its checkpoint."""
         run, resumed = self._run, self._resumed
-        self._ledger = self._assembly.make_ledger(
-            run.ledger_path, resume=ledger_base(resumed) if resumed is not None else None
-        )
+        base = ledger_base(resumed, same_updates=self._same_updates) if resumed is not None else None
+        self._ledger = self._assembly.make_ledger(run.ledger_path, resume=base)
         if self._checkpoints.stored is not None:
             self._checkpoints.stored.ledger = self._ledger
         found = self._ledger.recovered if self._ledger is not None else None
@@ -745,6 +747,24 @@ async def _prepare_snapshots(group: EngineGroup, config: Config) -> None:
     """Get the memory of snapshots here, not in a step, if any will be taken between steps."""
     if config.steps and config.checkpoint.every != 0:
         await group.prepare_snapshots()
+
+_UPDATES: dict[str, Any] = {
+    **dict.fromkeys(("algorithm", "trainer", "critic", "staleness", "max_staleness", "seed"), True),
+    "rollout": {"temperature", "max_seq_len"},
+}
+"""Keys that decide the weights which a step makes of recorded rows."""
+
+_ROUNDING = {"world_size", "mesh", "threads", "num_cpus", "num_gpus"}
+"""Keys of the trainer and the critic among them that change those weights by rounding alone."""
+
+
+def _same_updates(config: Config, before: Config) -> bool:
+    """Return whether steps with ``config`` make the weights that they made of the same rows with ``before``."""
+    ignored: dict[str, Any] = {"algorithm": {"allow_unsound"}, "trainer": _ROUNDING, "critic": _ROUNDING}
+    now, then = (each.model_dump(mode="json", include=_UPDATES, exclude=ignored) for each in (config, before))
+    constant = {config.trainer.lr_scheduler_type, config.critic.lr_scheduler_type} == {"constant"}
+    return now == then and (constant or config.steps == before.steps)
+
 
 
 def _where(step: int, found: Recovered | None, *, steps: int) -> str:

@@ -9,6 +9,7 @@ import sqlite3
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from blockbuster import blockbuster_ctx
@@ -244,6 +245,28 @@ def test_later_batches_are_not_repeated_after_a_different_batch(tmp_path: Path):
     with SQLiteLedger(path, resume=base) as ledger:
         assert ledger.recovered is not None
         assert dict(ledger.recovered.batches) == {}
+
+
+@pytest.mark.parametrize("repeated", [0, 2])
+def test_other_updates_repeat_only_batches_that_the_checkpoints_weights_have_sampled(tmp_path: Path, repeated: int):
+    path = tmp_path / "ledger.sqlite"
+    base = record_two_steps_after_a_checkpoint(path)
+    with SQLiteLedger(path, resume=msgspec.structs.replace(base, same_updates=False)) as ledger:
+        found = ledger.recovered
+        assert found is not None
+        assert dict(found.batches) == {1: (1, 0)}
+        assert list(found.groups) == [0, 1]
+        assert dict(found.waiting) == {2: 1, 3: 1, 4: 1}
+        assert "the rows of group 2 are of weights after version 0, which cannot be reproduced" in found.notes[0]
+        for position, group_id in enumerate((1, 0)[:repeated]):
+            ledger.append(Consumed(group_id=group_id, step=1, position=position))
+        roll_out(ledger, 2, version=1, attempt=1)  # of the new version 1
+    with SQLiteLedger(path, resume=base) as ledger:  # killed, and resumed with what it was resumed with before
+        found = ledger.recovered
+        assert found is not None
+        assert dict(found.batches) == {1: (1, 0)}
+        assert list(found.groups) == [0, 1, 2]
+        assert dict(found.waiting) == {3: 1, 4: 1}
 
 
 async def test_events_are_durable_in_groups_and_nothing_blocks_the_loop(tmp_path: Path):

@@ -245,6 +245,8 @@ class TrainingRun:
                 steps=self._config.steps,
                 groups_per_step=self._config.trainer.groups_per_step,
                 max_uses=_buffer_rules(self._config).get("max_uses"),
+                max_staleness=self._config.max_staleness,
+                policy=self._config.staleness_policy,
             )
         if resumed is not None:
             kept = None

@@ -688,7 +688,10 @@ class TrainingRun:
                 await self._assembly.aclose()
         finally:
             self._trackers.close()
-            self._timeline.save(self._run.timeline_path)
+            try:
+                self._timeline.save(self._run.timeline_path)
+            except OSError as error:  # the run is over, whatever becomes of the picture of its waits
+                _log.warning("%s is not written: %s", self._run.timeline_path, error)
             self._run.close()
             self._progress.close()
 
@@ -745,11 +748,6 @@ def _check_state_fits(config: Config, before: Config, *, has_critic: bool) -> No
         )
 
 
-async def _prepare_snapshots(group: EngineGroup, config: Config) -> None:
-    """Get the memory of snapshots here, not in a step, if any will be taken between steps."""
-    if config.steps and config.checkpoint.every != 0:
-        await group.prepare_snapshots()
-
 _UPDATES: dict[str, Any] = {
     **dict.fromkeys(("algorithm", "trainer", "critic", "staleness", "max_staleness", "seed"), True),
     "rollout": {"temperature", "max_seq_len"},
@@ -767,6 +765,11 @@ def _same_updates(config: Config, before: Config) -> bool:
     constant = {config.trainer.lr_scheduler_type, config.critic.lr_scheduler_type} == {"constant"}
     return now == then and (constant or config.steps == before.steps)
 
+
+async def _prepare_snapshots(group: EngineGroup, config: Config) -> None:
+    """Get the memory of snapshots here, not in a step, if any will be taken between steps."""
+    if config.steps and config.checkpoint.every != 0:
+        await group.prepare_snapshots()
 
 
 def _where(step: int, found: Recovered | None, *, steps: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import re
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -374,8 +375,8 @@ def test_a_key_of_the_trainer_that_a_critic_shares_cannot_be_set(small_config: M
 
 
 TWICE = {"buffer": {"options": {"max_uses": 2}}}
-SCORED: dict[str, Any] = {"reward": {"source": "worlds:Length"}}
 FALLING = {"lr_scheduler_type": "linear"}
+SCORED: dict[str, Any] = {"reward": {"source": "worlds:Length"}}
 
 
 @pytest.mark.parametrize(
@@ -403,7 +404,6 @@ def test_a_change_that_a_resume_cannot_honour_is_refused(
         _check_state_fits(small_config(**now), small_config(**before), has_critic=False)
 
 
-@pytest.mark.parametrize("has_critic", [True, False])
 @pytest.mark.parametrize(
     ("before", "now", "same"),
     [
@@ -448,8 +448,11 @@ async def test_a_timeline_that_cannot_be_written_keeps_nothing_open(caplog: pyte
     assert "timeline.json is not written: [Errno 28] No space left on device" in caplog.text
 
 
+@pytest.mark.parametrize("has_critic", [True, False])
 def test_a_checkpoint_with_a_critic_keeps_its_optimizer(small_config: MakeConfig, has_critic: bool):
-    refused = pytest.raises(ConfigError, match="critic.optimizer = muon: the checkpoints of the run were written with")
+    refused = pytest.raises(
+        ConfigError, match="muon: the checkpoints of the run were written with"
+    )
     with refused if has_critic else nullcontext():
         _check_state_fits(small_config(critic={"optimizer": "muon"}), small_config(), has_critic=has_critic)
 

@@ -181,3 +181,19 @@ async def test_a_replica_is_made_again_where_the_head_of_ray_may_hang(tmp_path: 
     group = await revive("rollout-0")
     assert (group.thread == threading.get_ident()) is (backend == "local")
     assert assembly._groups == {"rollout-0": group}
+
+
+async def test_a_buffer_process_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(MadeGroup):
+        def explain_silence(self) -> list[str]:
+            return ["buffer: no answer for 60 s"]
+
+    async def nothing(*_: object) -> None: ...
+
+    assembly = assembly_with_pool(tmp_path, [])
+    assembly._make_group = lambda _: Silent()  # type: ignore[assignment, return-value]
+    buffer: Any = SimpleNamespace(worker=lambda: (object, {}), attach=nothing, aclose=nothing)
+    monkeypatch.setattr("asyncrl.trainer.assembly.OutOfProcessReplayBuffer", SimpleNamespace)
+    await assembly.place(buffer)
+    assert assembly.explain() == ["buffer: no answer for 60 s"]
+    await assembly.aclose()

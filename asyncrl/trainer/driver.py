@@ -379,6 +379,7 @@ class Driver:
         """Admit the groups of the runs before; those whose rows were recorded go on from there, beside the loop."""
         recovered = sorted((self.groups | self.reused).items())
         self._recovered = [group for _, group in recovered if group.rows is not None]
+        self.journal.recovered.groups.clear()  # their rows are freed with the steps that train on them
         for group_id, _ in recovered:
             await self.buffer.admit(group_id, again=True)
         self._go_on(tasks)
@@ -477,9 +478,9 @@ class Driver:
                 write = await self.save_checkpoint(self, step)
         except NOT_WRITTEN as error:
             self._unsaved(step, error)
-            pace.written(now_s=clock(), took_s=clock() - begun_s)
             async with self.devices.trainer_turn():
                 pass  # the turn that failed has kept the devices from the rollouts
+            pace.written(now_s=clock(), took_s=clock() - begun_s)
             return
         took_s = clock() - begun_s
 

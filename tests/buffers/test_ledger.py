@@ -32,7 +32,7 @@ from asyncrl.ledger import (
     Rewarded,
 )
 from asyncrl.rollout.trajectory import Trajectory, Turn, decode_rows, encode_rows
-from buffers.ledger import SQLiteLedger, query
+from buffers.ledger import LedgerWriter, SQLiteLedger, query
 from buffers.ledger_store import Witness, read
 
 
@@ -309,6 +309,38 @@ async def test_a_ledger_that_cannot_be_written_raises(tmp_path: Path):
         ledger.append(Issued(1))
     with pytest.raises(LedgerError):
         ledger.close()
+
+
+@pytest.mark.parametrize("freed", [True, False])
+async def test_a_ledger_waits_for_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freed: bool):
+    loop, full = asyncio.get_running_loop(), asyncio.Event()
+    ends = LedgerWriter._ends
+
+    def waits(self: LedgerWriter, timeout_s: float) -> bool:
+        loop.call_soon_threadsafe(full.set)
+        return ends(self, timeout_s / 100)
+
+    monkeypatch.setattr(LedgerWriter, "_ends", waits)
+    path = tmp_path / "ledger.sqlite"
+    ledger = await asyncio.to_thread(SQLiteLedger, path, commit_latency_s=0.0)
+    (pages,) = ledger._connection.execute("PRAGMA page_count").fetchone()
+    ledger._connection.execute(f"PRAGMA max_page_count = {pages}")
+    for group_id in range(200):
+        ledger.append(Issued(group_id))
+        roll_out(ledger, group_id)
+    durable = asyncio.ensure_future(ledger.durable())
+    await full.wait()
+    assert not durable.done()
+    if not freed:
+        with pytest.raises(LedgerError, match="cannot be written: database or disk is full"):
+            await ledger.aclose()
+        with pytest.raises(LedgerError, match="full"):
+            await durable
+        return
+    ledger._connection.execute("PRAGMA max_page_count = 100000")
+    assert (await durable).sequence == 600
+    await ledger.aclose()
+    assert read(path, witness=Witness(path, files=DurableFiles()), connect=sqlite3.connect).problems == ()
 
 
 def test_rows_can_be_queried_with_sql_and_as_a_batch(tmp_path: Path):

@@ -450,9 +450,7 @@ async def test_a_timeline_that_cannot_be_written_keeps_nothing_open(caplog: pyte
 
 @pytest.mark.parametrize("has_critic", [True, False])
 def test_a_checkpoint_with_a_critic_keeps_its_optimizer(small_config: MakeConfig, has_critic: bool):
-    refused = pytest.raises(
-        ConfigError, match="muon: the checkpoints of the run were written with"
-    )
+    refused = pytest.raises(ConfigError, match="muon: the checkpoints of the run were written with")
     with refused if has_critic else nullcontext():
         _check_state_fits(small_config(critic={"optimizer": "muon"}), small_config(), has_critic=has_critic)
 

@@ -754,13 +754,13 @@ _UPDATES: dict[str, Any] = {
 }
 """Keys that decide the weights which a step makes of recorded rows."""
 
-_ROUNDING = {"world_size", "mesh", "threads", "num_cpus", "num_gpus"}
-"""Keys of the trainer and the critic among them that change those weights by rounding alone."""
+_NO_UPDATES = {"world_size", "mesh", "threads", "num_cpus", "num_gpus", "groups_per_step", "group_size"}
+"""Keys of trainer and critic among them that change rounding alone, or what a batch has, which is recorded."""
 
 
 def _same_updates(config: Config, before: Config) -> bool:
     """Return whether steps with ``config`` make the weights that they made of the same rows with ``before``."""
-    ignored: dict[str, Any] = {"algorithm": {"allow_unsound"}, "trainer": _ROUNDING, "critic": _ROUNDING}
+    ignored: dict[str, Any] = {"algorithm": {"allow_unsound"}, "trainer": _NO_UPDATES, "critic": _NO_UPDATES}
     now, then = (each.model_dump(mode="json", include=_UPDATES, exclude=ignored) for each in (config, before))
     constant = {config.trainer.lr_scheduler_type, config.critic.lr_scheduler_type} == {"constant"}
     return now == then and (constant or config.steps == before.steps)

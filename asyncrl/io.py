@@ -8,25 +8,32 @@ its final name is complete. The manifest holds size and checksum of every file, 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
+import sqlite3
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import xxhash
 
 from asyncrl.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 MANIFEST = "manifest.json"
 
@@ -172,6 +179,35 @@ class DurableFiles:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+FULL_DISK_S = 600.0
+"""Seconds for which the writer of a file waits for room on a full disk."""
+
+_RETRY_S = 1.0
+
+
+def written_when_there_is_room(write: Callable[[], _T], *, path: Path, ends: Callable[[float], bool]) -> _T:
+    """Return what ``write`` returns; while the disk is full call it again, for at most :data:`FULL_DISK_S`. Blocks.
+
+    ``ends`` waits for so many seconds, or until nothing is to be waited for any more, when it returns True.
+
+    Raises:
+        Exception: of the last call.
+    """
+    until_s: float | None = None
+    while True:
+        try:
+            return write()
+        except Exception as error:
+            code, sqlite_code = getattr(error, "errno", None), getattr(error, "sqlite_errorcode", None)
+            if code not in (errno.ENOSPC, errno.EDQUOT) and sqlite_code != sqlite3.SQLITE_FULL:
+                raise
+            if until_s is None:
+                until_s = time.monotonic() + FULL_DISK_S
+                _log.warning("%s cannot be written (%s): it waits for room for %g s", path, error, FULL_DISK_S)
+            if time.monotonic() >= until_s or ends(_RETRY_S):
+                raise
 
 
 def partial_name(folder: Path) -> Path:

@@ -199,6 +199,7 @@ class LedgerBase(msgspec.Struct, frozen=True, kw_only=True):
         outstanding: groups issued, neither trained on nor dropped.
         dropped_tokens: tokens of groups that were not trained on, by reason.
         position: the ledger's end when the checkpoint was made.
+        same_updates: whether the run goes on with the updates of before, which make the same weights of the same rows.
     """
 
     step: int
@@ -207,6 +208,7 @@ class LedgerBase(msgspec.Struct, frozen=True, kw_only=True):
     outstanding: tuple[int, ...]
     dropped_tokens: dict[str, int] = {}
     position: LedgerPosition = LedgerPosition()
+    same_updates: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +278,8 @@ class Recovered:
         next_group_id: number of the first group that was not issued.
         waiting: groups to dispatch again, in order, with the number of their next attempt.
         batches: by step after the checkpoint, the groups that it consumed, in order, to be consumed again as they were.
-        groups: by group_id, every completed group, and those of ``batches`` that were used before.
+        groups: by group_id, every completed group, and those of ``batches`` that were used before; the run that goes on
+            with them empties it.
         dropped_tokens: tokens of groups that were not trained on so far, by reason.
         turns: by group_id, what rows of ``waiting`` groups have sampled already.
         tasks: by group_id, the number of the task of a group, where that is another.
@@ -286,7 +289,7 @@ class Recovered:
     next_group_id: int
     waiting: Mapping[int, int]
     batches: Mapping[int, tuple[int, ...]]
-    groups: Mapping[int, RecordedGroup]
+    groups: dict[int, RecordedGroup]
     dropped_tokens: Mapping[str, int]
     turns: Mapping[int, RecordedTurns] = field(default_factory=dict)
     tasks: Mapping[int, int] = field(default_factory=dict)

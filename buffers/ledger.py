@@ -20,9 +20,10 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -30,7 +31,7 @@ import msgspec
 
 from asyncrl.data import DataProto
 from asyncrl.errors import InvalidDataError, LedgerError
-from asyncrl.io import DurableFiles
+from asyncrl.io import DurableFiles, written_when_there_is_room
 from asyncrl.ledger import (
     AttemptLost,
     Completed,
@@ -100,6 +101,7 @@ class LedgerWriter:
     caller waits for it. All methods are called from one thread, and never wait, except :meth:`close`.
 
     Args:
+        path: of the file, for messages.
         connection: of :func:`buffers.ledger_store.open_file`; owned by the writer.
         witness: written after every commit.
         position: the present end of the ledger.
@@ -110,6 +112,7 @@ class LedgerWriter:
 
     def __init__(
         self,
+        path: Path,
         connection: sqlite3.Connection,
         witness: Witness,
         *,
@@ -119,6 +122,7 @@ class LedgerWriter:
         on_commit: Callable[[], None],
         threaded: bool = True,
     ) -> None:
+        self._path = path
         self._connection = connection
         self._witness = witness
         self._commit_latency_s = commit_latency_s
@@ -228,15 +232,13 @@ class LedgerWriter:
             self._hurry = False
         if self._error is None:
             try:
-                position = self._commit(entries)
-                self._witness.write(position)
-                self.position = position
+                self._commit(entries)
                 self.commits += 1
             except BaseException as error:  # noqa: BLE001  raised by the next call of the submitting thread
                 self._error = error
         self._on_commit()
 
-    def _commit(self, entries: list[Entry]) -> LedgerPosition:
+    def _commit(self, entries: list[Entry]) -> None:
         sequence, checksum = self.position.sequence, self.position.checksum
         events: list[tuple[int, str, int]] = []
         rows: list[tuple[object, ...]] = []
@@ -257,18 +259,28 @@ class LedgerWriter:
                 # Turns that are appended and no longer needed within one commit are never written.
                 unneeded = self._end_group(event.group_id)
                 deleted += [(number,) for number in unneeded if turns.pop(number, None) is None]
+        position = LedgerPosition(sequence=sequence, checksum=checksum)
+        statements = ((_ROW, rows), (_TURNS, list(turns.items())), (_DELETE_TURNS, deleted), (_EVENT, events))
+        for write in (partial(self._transact, statements), partial(self._witness.write, position)):
+            written_when_there_is_room(write, path=self._path, ends=self._ends)
+        self.position = position
+
+    def _transact(self, statements: Iterable[tuple[str, Sequence[Sequence[object]]]]) -> None:
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
         try:
-            for statement, lines in ((_ROW, rows), (_TURNS, list(turns.items())), (_DELETE_TURNS, deleted)):
+            for statement, lines in statements:
                 if lines:
                     connection.executemany(statement, lines)
-            connection.executemany(_EVENT, events)
             connection.commit()
         except BaseException:
             connection.rollback()
             raise
-        return LedgerPosition(sequence=sequence, checksum=checksum)
+
+    def _ends(self, timeout_s: float) -> bool:
+        """Wait for room on the disk, in the writer's own thread alone; return whether that is over."""
+        with self._changed:
+            return self._thread is None or self._changed.wait_for(lambda: self._closing, timeout_s)
 
 
 # ------------------------------------------------------------------------------------------------------------ ledger
@@ -325,6 +337,7 @@ class SQLiteLedger:
         except sqlite3.Error as error:
             raise LedgerError(f"{path} cannot be opened: {error}") from error
         self._writer = LedgerWriter(
+            path,
             self._connection,
             self._witness,
             position=contents.end,
@@ -480,6 +493,7 @@ class SQLiteLedger:
         witness = Witness(draft, files=self._files)
         witness.create()
         writer = LedgerWriter(
+            draft,
             open_file(draft, connect=self._connect, fsync=self._fsync),
             witness,
             position=LedgerPosition(),
@@ -515,16 +529,19 @@ class SQLiteLedger:
         for group_id in sorted(completed | used):
             if (group := history.group(group_id, connection=self._connection, uses=uses[group_id])) is not None:
                 groups[group_id] = group
-        # A batch is repeated whole or not at all, and only if all before it are: their weights sampled its rows.
+        newest_of = {group_id: max(group.summary.version_tokens) for group_id, group in groups.items()}
+        # A batch is repeated whole or not at all, and only if all before it are: their weights sampled its rows. Other
+        # updates make other weights of them.
         whole: dict[int, tuple[int, ...]] = {}
+        newest = base.step
         for step in range(base.step + 1, max(batches, default=0) + 1):
-            if not all(group_id in groups for group_id in batches.get(step, (-1,))):
+            if not all(newest_of.get(group_id, step) <= newest for group_id in batches.get(step, (-1,))):
                 break
             whole[step] = batches[step]
-        newest = base.step + len(whole)
+            newest += base.same_updates
         for group_id in sorted(completed):
             why = "cannot be read"
-            if group_id in groups and max(groups[group_id].summary.version_tokens) > newest:
+            if newest_of.get(group_id, 0) > newest:
                 why = f"are of weights after version {newest}, which cannot be reproduced"
                 del groups[group_id]
             if group_id not in groups:

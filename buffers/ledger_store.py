@@ -22,9 +22,11 @@ it can be trusted. A flipped bit in a byte without meaning (of a freed page) cha
 ``sampled_turns`` view: one line for each turn that was recorded when it ended, even if its attempt failed later.
 ``batches``       view: the groups that each step trained on, in order (``use`` > 0: not for the first time).
 
-    sqlite3 RUN/ledger.sqlite "SELECT state, count(*) FROM groups GROUP BY state"
-    sqlite3 RUN/ledger.sqlite "SELECT step, avg(reward) FROM rows GROUP BY step"
-    sqlite3 RUN/ledger.sqlite "SELECT message FROM turns WHERE group_id = 7 AND row = 0"
+    sqlite3 "file:RUN/ledger.sqlite?mode=ro" "SELECT state, count(*) FROM groups GROUP BY state"
+    sqlite3 "file:RUN/ledger.sqlite?mode=ro" "SELECT step, avg(reward) FROM rows GROUP BY step"
+    sqlite3 "file:RUN/ledger.sqlite?mode=ro" "SELECT message FROM turns WHERE group_id = 7 AND row = 0"
+
+All processes that have the file open while it is written must be on one host, which SQLite requires of this mode.
 
 Conditions on ``rows`` select batches: :func:`buffers.ledger_query.query`, or ``query`` of a ledger or a replay buffer.
 """

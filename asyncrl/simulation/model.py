@@ -131,6 +131,7 @@ FaultKind: TypeAlias = Literal[
     "evaluation",
     "hand-over",
     "trainer",
+    "snapshot",
     "storage",
 ]
 """Kinds of faults.
@@ -145,6 +146,7 @@ FaultKind: TypeAlias = Literal[
     evaluation    the replica dies while it answers held-out tasks under the version of the step
     hand-over     the replica dies while it sleeps or wakes, under the version of the step
     trainer       the trainer dies in the step
+    snapshot      the checkpoint after the step cannot be taken
     storage       the checkpoint after the step cannot be written
 """
 
@@ -169,7 +171,7 @@ class Scenario:
         saturation: number of requests above which a replica's requests share its speed.
         reward_s: time of a reward after the rollout; None: the rollout includes it.
         publish_s: time until new weights can be fetched.
-        prepare_s: time in which a replica fetches them.
+        prepare_s: time in which a replica fetches them; ``commit_s`` in which it swaps them then.
         checkpoint_every: steps between checkpoints; 0 for none.
         checkpoint_s: time for which a checkpoint stops training; ``checkpoint_write_s`` until it is written then.
         ledger: keep a ledger on the disk and continue from it after a fault; without one, rollouts after the checkpoint
@@ -201,6 +203,7 @@ class Scenario:
     update_s: Distribution = field(default_factory=lambda: Distribution("constant", (1.0,)))
     publish_s: float = 0.0
     prepare_s: float = 0.0
+    commit_s: float = 0.0
     checkpoint_every: int = 0
     checkpoint_s: float = 0.0
     checkpoint_write_s: float = 0.0

@@ -193,8 +193,9 @@ class ModelledReplica:
 
     def commit_weights(self, version: int, kv_cache: KVCachePolicy = "keep") -> Future[Any]:
         async def commit() -> list[float]:
+            await asyncio.sleep(self._scenario.commit_s)
             self.decoder.commit(version)
-            return [0.0]
+            return [self._scenario.commit_s]
 
         return self._calls.value(f"{self.name}.commit_weights", commit)
 

@@ -470,6 +470,8 @@ class _DriverProcess:
         async with driver.devices.trainer_turn():
             if self._scenario.checkpoint_s:
                 await asyncio.sleep(self._scenario.checkpoint_s)
+            if self._run.take_fault(step, "snapshot"):
+                raise OSError(f"no room for the snapshot of step {step}")
             position = await self._ledger.durable() if self._ledger is not None else None
             balance = await self._balance()
             state = driver_state(driver, balance, step=step, history={}, position=position)

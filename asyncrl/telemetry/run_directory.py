@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import logging.handlers
@@ -40,6 +41,7 @@ from typing import IO, Any, Self
 import xxhash
 
 from asyncrl.errors import ConfigError
+from asyncrl.io import written_when_there_is_room
 
 _log = logging.getLogger(__name__)
 
@@ -81,29 +83,30 @@ class JsonLines:
     """Appends one JSON object per line to ``path``, in the order of the calls, from any thread.
 
     :meth:`append` returns at once; a line is on its way to the disk microseconds later, and certainly after
-    :meth:`close`. What keeps a line from the disk is raised by the next call of any method.
+    :meth:`close`. Lines wait for room on a full disk (:func:`asyncrl.io.written_when_there_is_room`). What keeps a line
+    from the disk is raised by the next call of any method.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         cut_torn_tail(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._closed = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._write, name=f"write {path.name}", daemon=True)
         self._thread.start()
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Queue a record; it is serialised before this returns."""
         self._check()
-        if self._closed:
+        if self._closed.is_set():
             raise ValueError(f"{self.path} is closed")
         self._queue.put(json.dumps(to_json(record), ensure_ascii=False) + "\n")
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self._closed.is_set():
+            self._closed.set()
             self._queue.put(None)
             self._thread.join(CLOSE_TIMEOUT_S)
         self._check()
@@ -116,9 +119,10 @@ class JsonLines:
         try:
             with self._file:
                 while (line := self._queue.get()) is not None:
-                    self._file.write(line)
-                    if self._queue.empty():
-                        self._file.flush()
+                    left = line.encode()
+                    while left:  # a disk that fills up takes a part
+                        write = functools.partial(self._file.write, left)
+                        left = left[written_when_there_is_room(write, path=self.path, ends=self._closed.wait) :]
         except Exception as error:  # noqa: BLE001  a full disk, for one: raised by the next call
             self._error = error
 

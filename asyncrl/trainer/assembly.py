@@ -374,8 +374,8 @@ class Assembly:
         if not isinstance(buffer, OutOfProcessReplayBuffer):
             return
         worker, options = buffer.worker()
-        group = self._make_group(WorkerGroupRequest(role="buffer", name="buffer", worker=worker, spec=options))
-        self._stack.push_async_callback(_close, group)
+        request = WorkerGroupRequest(role="buffer", name="buffer", worker=worker, spec=options)
+        group = await self._make_started_group(request, self._stack)
         await group.ready()
         await buffer.attach(group)
         self._stack.push_async_callback(buffer.aclose)

@@ -207,7 +207,8 @@ class Driver:
                     await self._admission_changed.wait()
                 continue
             horizon, group_id = self.law.horizon, self.law.issue()
-            self._book.issued(group_id, served=self.stages.pool.weight_version)
+            # While replicas commit a version it is the pool's already, and the law's once all of them serve it.
+            self._book.issued(group_id, served=min(self.law.version, self.stages.pool.weight_version))
             group = self.groups.setdefault(group_id, Group(group_id=group_id))
             if self.tasks is not None and group.task is None:
                 group.task = self.tasks.choose(group_id, horizon=horizon)
@@ -378,6 +379,7 @@ class Driver:
         """Admit the groups of the runs before; those whose rows were recorded go on from there, beside the loop."""
         recovered = sorted((self.groups | self.reused).items())
         self._recovered = [group for _, group in recovered if group.rows is not None]
+        self.journal.recovered.groups.clear()  # their rows are freed with the steps that train on them
         for group_id, _ in recovered:
             await self.buffer.admit(group_id, again=True)
         self._go_on(tasks)
@@ -476,6 +478,8 @@ class Driver:
                 write = await self.save_checkpoint(self, step)
         except NOT_WRITTEN as error:
             self._unsaved(step, error)
+            async with self.devices.trainer_turn():
+                pass  # the turn that failed has kept the devices from the rollouts
             pace.written(now_s=clock(), took_s=clock() - begun_s)
             return
         took_s = clock() - begun_s

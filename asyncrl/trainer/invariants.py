@@ -71,7 +71,7 @@ class GroupBook:
     _overdue: set[int] = field(default_factory=set)
 
     def issued(self, group_id: int, *, served: int) -> None:
-        """Count a group that was issued while the pool serves version ``served``."""
+        """Count a group that was issued while every serving engine holds version ``served`` or a newer one."""
         again = group_id in self.live
         rank = self._used + len(self.live)
         self.live.add(group_id)

@@ -76,8 +76,8 @@ def lost_scores(resumed: DriverState, *, scored: Collection[int], again: int | N
     return tuple(step for step in steps if step not in scored and step != again)
 
 
-def ledger_base(resumed: DriverState) -> LedgerBase:
-    """Return what a ledger needs of the checkpoint that a run resumes from."""
+def ledger_base(resumed: DriverState, *, same_updates: bool = True) -> LedgerBase:
+    """Return what a ledger needs of the checkpoint that a run resumes from, with the same updates or with others."""
     return LedgerBase(
         step=resumed.step,
         next_group_id=resumed.next_group_id,
@@ -89,11 +89,24 @@ def ledger_base(resumed: DriverState) -> LedgerBase:
             if reason not in STEP_REASONS and reason != "interrupted"
         },
         position=resumed.ledger,
+        same_updates=same_updates,
     )
 
 
-def check_batches(found: Recovered, *, steps: int, groups_per_step: int, max_uses: int | None = None) -> None:
-    """Raise ConfigError unless recorded batches, trained on again, are as new ones may be: in size, and in uses."""
+def check_batches(
+    found: Recovered,
+    *,
+    steps: int,
+    groups_per_step: int,
+    max_uses: int | None = None,
+    max_staleness: int,
+    policy: StalenessPolicy,
+) -> None:
+    """Check that recorded batches, trained on again, are as new ones may be: in size, in uses and in staleness.
+
+    Raises:
+        ConfigError: one is not, or all of its tokens are masked now.
+    """
     batches = {step: batch for step, batch in sorted(found.batches.items()) if step <= steps}
     last = max(batches, default=0)
     until = f"until step {last} is in a checkpoint (--steps {last} ends with one)"
@@ -113,6 +126,20 @@ def check_batches(found: Recovered, *, steps: int, groups_per_step: int, max_use
             path="buffer.options.max_uses",
             remedy=f"{most} {until}",
         )
+    newest = {
+        step: max(max(found.groups[group_id].summary.version_tokens) for group_id in batch)
+        for step, batch in batches.items()
+    }
+    for step, version in newest.items():
+        oldest = policy.oldest_version(step - 1, max_staleness=max_staleness)
+        if oldest is not None and version < oldest:
+            needed = max(step - 1 - version for step, version in newest.items())
+            raise ConfigError(
+                f"max_staleness is {max_staleness}, but step {step} is trained again on recorded tokens, all of which "
+                f"are at least {step - 1 - version} versions old: none would be left",
+                path="max_staleness",
+                remedy=f"{needed} {until}",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

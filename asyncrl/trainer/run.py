@@ -108,8 +108,11 @@ class TrainingRun:
         self._timeline = timeline
         self._checkpoint = checkpoint
         self._resumed = read_driver_state(checkpoint) if checkpoint is not None else None
+        self._same_updates = True
         if checkpoint is not None:
-            _check_state_fits(config, load_config(run.config_path))
+            before = load_config(run.config_path)
+            _check_state_fits(config, before, has_critic=(checkpoint / "critic").is_dir())
+            self._same_updates = _same_updates(config, before)
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep_last, in_use=checkpoint)
         self._phases_s: dict[str, float] = {}
         self._phase_now = ("", time.monotonic())
@@ -229,9 +232,8 @@ class TrainingRun:
     def _open_records(self) -> None:
         """Open the ledger; a resumed run also removes what was written after its checkpoint."""
         run, resumed = self._run, self._resumed
-        self._ledger = self._assembly.make_ledger(
-            run.ledger_path, resume=ledger_base(resumed) if resumed is not None else None
-        )
+        base = ledger_base(resumed, same_updates=self._same_updates) if resumed is not None else None
+        self._ledger = self._assembly.make_ledger(run.ledger_path, resume=base)
         if self._checkpoints.stored is not None:
             self._checkpoints.stored.ledger = self._ledger
         found = self._ledger.recovered if self._ledger is not None else None
@@ -243,6 +245,8 @@ class TrainingRun:
                 steps=self._config.steps,
                 groups_per_step=self._config.trainer.groups_per_step,
                 max_uses=_buffer_rules(self._config).get("max_uses"),
+                max_staleness=self._config.max_staleness,
+                policy=self._config.staleness_policy,
             )
         if resumed is not None:
             kept = None
@@ -684,7 +688,10 @@ class TrainingRun:
                 await self._assembly.aclose()
         finally:
             self._trackers.close()
-            self._timeline.save(self._run.timeline_path)
+            try:
+                self._timeline.save(self._run.timeline_path)
+            except OSError as error:  # the run is over, whatever becomes of the picture of its waits
+                _log.warning("%s is not written: %s", self._run.timeline_path, error)
             self._run.close()
             self._progress.close()
 
@@ -706,11 +713,14 @@ def _stages(config: Config) -> tuple[object, ...]:
     return needs_reference(config), critic, baseline, divergence_estimator(config)
 
 
-def _check_state_fits(config: Config, before: Config) -> None:
-    """Check that what ``config`` trains can go on from the checkpoints of a run; ``before`` is the run's own."""
+def _check_state_fits(config: Config, before: Config, *, has_critic: bool) -> None:
+    """Check that what ``config`` trains can go on from a checkpoint of a run; ``before`` is the run's own.
+
+    Parts that ``before`` names are not loaded: a program may have given the objects.
+    """
     for key in _SAVED:
         role, name = key.split(".")
-        if role == "critic" and not needs_critic(before):
+        if role == "critic" and not has_critic:
             continue
         value, saved = (getattr(getattr(each, role), name) for each in (config, before))
         if value != saved:
@@ -736,6 +746,24 @@ def _check_state_fits(config: Config, before: Config) -> None:
             path="reward.source",
             remedy=f"resume with {was}, with ledger.kind = none (they are sampled again), {anew}",
         )
+
+
+_UPDATES: dict[str, Any] = {
+    **dict.fromkeys(("algorithm", "trainer", "critic", "staleness", "max_staleness", "seed"), True),
+    "rollout": {"temperature", "max_seq_len"},
+}
+"""Keys that decide the weights which a step makes of recorded rows."""
+
+_NO_UPDATES = {"world_size", "mesh", "threads", "num_cpus", "num_gpus", "groups_per_step", "group_size"}
+"""Keys of trainer and critic among them that change rounding alone, or what a batch has, which is recorded."""
+
+
+def _same_updates(config: Config, before: Config) -> bool:
+    """Return whether steps with ``config`` make the weights that they made of the same rows with ``before``."""
+    ignored: dict[str, Any] = {"algorithm": {"allow_unsound"}, "trainer": _NO_UPDATES, "critic": _NO_UPDATES}
+    now, then = (each.model_dump(mode="json", include=_UPDATES, exclude=ignored) for each in (config, before))
+    constant = {config.trainer.lr_scheduler_type, config.critic.lr_scheduler_type} == {"constant"}
+    return now == then and (constant or config.steps == before.steps)
 
 
 async def _prepare_snapshots(group: EngineGroup, config: Config) -> None:

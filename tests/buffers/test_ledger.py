@@ -9,6 +9,7 @@ import sqlite3
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from blockbuster import blockbuster_ctx
@@ -31,7 +32,7 @@ from asyncrl.ledger import (
     Rewarded,
 )
 from asyncrl.rollout.trajectory import Trajectory, Turn, decode_rows, encode_rows
-from buffers.ledger import SQLiteLedger, query
+from buffers.ledger import LedgerWriter, SQLiteLedger, query
 from buffers.ledger_store import Witness, read
 
 
@@ -246,6 +247,28 @@ def test_later_batches_are_not_repeated_after_a_different_batch(tmp_path: Path):
         assert dict(ledger.recovered.batches) == {}
 
 
+@pytest.mark.parametrize("repeated", [0, 2])
+def test_other_updates_repeat_only_batches_that_the_checkpoints_weights_have_sampled(tmp_path: Path, repeated: int):
+    path = tmp_path / "ledger.sqlite"
+    base = record_two_steps_after_a_checkpoint(path)
+    with SQLiteLedger(path, resume=msgspec.structs.replace(base, same_updates=False)) as ledger:
+        found = ledger.recovered
+        assert found is not None
+        assert dict(found.batches) == {1: (1, 0)}
+        assert list(found.groups) == [0, 1]
+        assert dict(found.waiting) == {2: 1, 3: 1, 4: 1}
+        assert "the rows of group 2 are of weights after version 0, which cannot be reproduced" in found.notes[0]
+        for position, group_id in enumerate((1, 0)[:repeated]):
+            ledger.append(Consumed(group_id=group_id, step=1, position=position))
+        roll_out(ledger, 2, version=1, attempt=1)  # of the new version 1
+    with SQLiteLedger(path, resume=base) as ledger:  # killed, and resumed with what it was resumed with before
+        found = ledger.recovered
+        assert found is not None
+        assert dict(found.batches) == {1: (1, 0)}
+        assert list(found.groups) == [0, 1, 2]
+        assert dict(found.waiting) == {3: 1, 4: 1}
+
+
 async def test_events_are_durable_in_groups_and_nothing_blocks_the_loop(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     ledger = await asyncio.to_thread(SQLiteLedger, path, commit_latency_s=60.0)
@@ -286,6 +309,38 @@ async def test_a_ledger_that_cannot_be_written_raises(tmp_path: Path):
         ledger.append(Issued(1))
     with pytest.raises(LedgerError):
         ledger.close()
+
+
+@pytest.mark.parametrize("freed", [True, False])
+async def test_a_ledger_waits_for_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freed: bool):
+    loop, full = asyncio.get_running_loop(), asyncio.Event()
+    ends = LedgerWriter._ends
+
+    def waits(self: LedgerWriter, timeout_s: float) -> bool:
+        loop.call_soon_threadsafe(full.set)
+        return ends(self, timeout_s / 100)
+
+    monkeypatch.setattr(LedgerWriter, "_ends", waits)
+    path = tmp_path / "ledger.sqlite"
+    ledger = await asyncio.to_thread(SQLiteLedger, path, commit_latency_s=0.0)
+    (pages,) = ledger._connection.execute("PRAGMA page_count").fetchone()
+    ledger._connection.execute(f"PRAGMA max_page_count = {pages}")
+    for group_id in range(200):
+        ledger.append(Issued(group_id))
+        roll_out(ledger, group_id)
+    durable = asyncio.ensure_future(ledger.durable())
+    await full.wait()
+    assert not durable.done()
+    if not freed:
+        with pytest.raises(LedgerError, match="cannot be written: database or disk is full"):
+            await ledger.aclose()
+        with pytest.raises(LedgerError, match="full"):
+            await durable
+        return
+    ledger._connection.execute("PRAGMA max_page_count = 100000")
+    assert (await durable).sequence == 600
+    await ledger.aclose()
+    assert read(path, witness=Witness(path, files=DurableFiles()), connect=sqlite3.connect).problems == ()
 
 
 def test_rows_can_be_queried_with_sql_and_as_a_batch(tmp_path: Path):

@@ -24,7 +24,10 @@ def random_scenario(seed: int) -> Scenario:
     for _ in range(dice.choice((0, 0, 1, 1, 2, 4))):
         by_group_id = dice.random() < 0.7
         kinds, highest = (_BY_GROUP, issued) if by_group_id else (_BY_STEP, steps)
-        faults.append(Fault(kind=dice.choice(kinds), at=dice.randint(0 if by_group_id else 1, highest)))
+        kind = dice.choice(kinds)
+        if kind == "storage" and random.Random(seed + 5).random() < 0.5:
+            kind = "snapshot"
+        faults.append(Fault(kind=kind, at=dice.randint(0 if by_group_id else 1, highest)))
     scenario = Scenario(
         steps=steps,
         groups_per_step=groups_per_step,
@@ -42,6 +45,7 @@ def random_scenario(seed: int) -> Scenario:
         update_s=dice.choice(_UPDATES),
         publish_s=dice.choice((0.0, 0.5)),
         prepare_s=dice.choice((0.0, 0.5, 3.0)),
+        commit_s=random.Random(seed + 4).choice((0.0, 0.0, 0.5)),
         checkpoint_every=dice.choice((0, 1, 2)),
         checkpoint_write_s=random.Random(seed + 3).choice((0.0, 0.5, 20.0)),
         rollout_deadline_s=1e4,  # only a rollout of a frozen replica takes as long

@@ -58,6 +58,24 @@ def test_each_policy_with_a_slow_group(policy: str, masked: int):
     assert (result.steps[0].at_s > 10) == (policy == "wait")
 
 
+def test_a_group_that_is_issued_while_a_version_is_committed_counts_as_of_the_version_before():
+    # Group 4 fails while version 4 is committed, and group 5 takes its place at once: it was issued under version 3. It
+    # is slow, so it gives its place away when version 8 serves, to group 11.
+    scenario = Scenario(
+        steps=12,
+        groups_per_step=1,
+        policy="mask",
+        replicas=2,
+        tokens=Distribution.parse("15"),
+        commit_s=0.3,
+        faults=(Fault(kind="environment", at=4), Fault(kind="slow", at=5)),
+    )
+    result = simulate(scenario)
+    assert (result.ended_by, result.violations) == ([], [])
+    assert result.dropped[4] == "environment_failed"
+    assert result.trained[8].group_ids == (5,)
+
+
 def test_a_seed_determines_the_run():
     scenario = Scenario(steps=6, groups_per_step=3, tokens=Distribution.parse("lognormal(2, 1)"), replicas=2, seed=5)
     first, again, other = simulate(scenario), simulate(scenario), simulate(replace(scenario, seed=6))
@@ -89,17 +107,19 @@ FAULTY = Scenario(
         (Fault(kind="garbage", at=3), "InvalidDataError: "),
         (Fault(kind="weights", at=2), "Error: "),
         (Fault(kind="trainer", at=3), "WorkerDiedError: the trainer died in step 3"),
+        (Fault(kind="snapshot", at=2), ""),
         (Fault(kind="storage", at=2), ""),
     ],
 )
 def test_a_fault_has_its_effect_and_no_other(fault: Fault, ended_by: str):
-    result = simulate(replace(FAULTY, faults=(fault,)), fetch=True)
+    scenario = replace(FAULTY, shared_devices=fault.kind == "snapshot", faults=(fault,))
+    result = simulate(scenario, fetch=True, limit_s=1e4)
     assert result.injected == [fault]
     assert result.violations == []
     assert len(result.ended_by) == bool(ended_by)
     assert ended_by in " ".join(result.ended_by)
-    storage = {2: "OSError: no space left for the checkpoint of step 2"} if fault.kind == "storage" else {}
-    assert result.unsaved == storage
+    unsaved = {"snapshot": "no room for the snapshot", "storage": "no space left for the checkpoint"}.get(fault.kind)
+    assert result.unsaved == ({2: f"OSError: {unsaved} of step 2"} if unsaved else {})
     assert [step.step for step in result.steps] == [1, 2, 3, 4]
     assert result.dropped == ({3: "environment_failed"} if fault.kind == "environment" else {})
 

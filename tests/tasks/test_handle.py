@@ -428,14 +428,15 @@ def test_a_reward_that_needs_a_column_that_rows_lack_is_refused_before_the_start
         list(run)
 
 
-def test_a_run_is_stopped_and_resumed_with_its_function_given_again(tmp_path: Path):
+def test_a_run_is_stopped_and_resumed_with_its_functions_given_again(tmp_path: Path):
     started = threading.Event()
 
     def reward(completion: str) -> float:
         started.set()
         return float(len(completion))
 
-    run = train(**settings(tmp_path, reward=reward, steps=500))
+    given: dict[str, Any] = {"reward": reward, "algorithm.advantage": lambda rewards, groups: rewards - rewards.mean()}
+    run = train(**settings(tmp_path, steps=500, **given))
     assert started.wait(60)
     run.stop()
     assert run.state == "ended"
@@ -444,7 +445,7 @@ def test_a_run_is_stopped_and_resumed_with_its_function_given_again(tmp_path: Pa
     done = run.step
     with pytest.raises(ConfigError, match="give it again, in Python"):
         train(resume=run.path, steps=done + 1).wait()
-    again = train(resume=run.path, steps=done + 1, reward=reward)
+    again = train(resume=run.path, steps=done + 1, **given)
     assert again.path == run.path
     assert again.wait().steps == done + 1
 

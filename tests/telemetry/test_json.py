@@ -1,5 +1,6 @@
 """JSON that is always valid, and lines that survive a crash."""
 
+import errno
 import json
 import threading
 from dataclasses import dataclass
@@ -108,6 +109,36 @@ def test_a_full_disk_is_told_to_the_next_caller():
     lines.append({"n": 1})
     with pytest.raises(OSError, match="No space left"):
         lines.close()
+
+
+def test_lines_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("asyncrl.io._RETRY_S", 0.001)
+    written = threading.Event()
+
+    class Filling:
+        """The file on a disk that takes four bytes and is full for three tries."""
+
+        def __init__(self, file):
+            self.file, self.tries = file, 0
+
+        def write(self, data):
+            self.tries += 1
+            if self.tries == 1:
+                return self.file.write(data[:4])
+            if self.tries < 5:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            count = self.file.write(data)
+            written.set()
+            return count
+
+    lines = JsonLines(tmp_path / "x.jsonl")
+    lines._file = Filling(lines._file)
+    lines.append({"text": "whole"})
+    assert written.wait(60)
+    lines.append({"n": 2})
+    lines.close()
+    assert lines.path.read_text() == '{"text": "whole"}\n{"n": 2}\n'
+    assert caplog.text.count("waits for room") == 1
 
 
 def test_a_torn_last_line_is_cut_off_before_going_on(tmp_path):

@@ -252,3 +252,19 @@ async def test_weights_of_one_machine_are_refused_where_replicas_are_on_others(
     if found is not None:
         assert found.value.path == "weights.transport"
         assert found.value.remedy.startswith("object_store")
+
+
+async def test_a_buffer_process_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(MadeGroup):
+        def explain_silence(self) -> list[str]:
+            return ["buffer: no answer for 60 s"]
+
+    async def nothing(*_: object) -> None: ...
+
+    assembly = assembly_with_pool(tmp_path, [])
+    assembly._make_group = lambda _: Silent()  # type: ignore[assignment, return-value]
+    buffer: Any = SimpleNamespace(worker=lambda: (object, {}), attach=nothing, aclose=nothing)
+    monkeypatch.setattr("asyncrl.trainer.assembly.OutOfProcessReplayBuffer", SimpleNamespace)
+    await assembly.place(buffer)
+    assert assembly.explain() == ["buffer: no answer for 60 s"]
+    await assembly.aclose()

@@ -17,7 +17,7 @@ import torch
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure, RolloutsLostError, VersionLostError, WeightError
 from asyncrl.interfaces import DroppedGroup, GroupSummary
-from asyncrl.ledger import Committed, Dropped, Recovered
+from asyncrl.ledger import Committed, Dropped, RecordedGroup, Recovered
 from asyncrl.rollout.publication import Ended
 from asyncrl.staleness import POLICIES, AdmissionLaw, certify
 from asyncrl.telemetry.timeline import Timeline
@@ -231,11 +231,14 @@ def test_recorded_groups_go_on_with_the_weights_that_sampled_them() -> None:
     """A critic and a greedy baseline depend on the weights: steps 1 and 2 are recorded, and group 4 for the third."""
     versions = {0: 0, 1: 0, 2: 1, 3: 1, 4: 2}
     calm, parts = driver(max_staleness=0)
-    found = Recovered(next_group_id=5, waiting={}, batches={1: (1, 0), 2: (2, 3)}, groups={}, dropped_tokens={})
+    recorded = {
+        group_id: RecordedGroup(summary=summary(group_id, version=version), rows=DataProto(), rewarded=False)
+        for group_id, version in versions.items()
+    }
+    found = Recovered(next_group_id=5, waiting={}, batches={1: (1, 0), 2: (2, 3)}, groups=recorded, dropped_tokens={})
     parts.journal = Journal(cast("Any", SimpleNamespace(recovered=found, append=lambda *_, **__: True)))
     groups = {
-        group_id: Group(group_id=group_id, summary=summary(group_id, version=version), rows=_rows())
-        for group_id, version in versions.items()
+        group_id: Group(group_id=group_id, summary=each.summary, rows=_rows()) for group_id, each in recorded.items()
     }
     law = AdmissionLaw(GROUPS, max_staleness=0, total_groups=6, first_group_id=5, held=versions)
     parts.buffer = AsyncReplayBuffer(capacity=5, max_staleness=0)
@@ -252,6 +255,7 @@ def test_recorded_groups_go_on_with_the_weights_that_sampled_them() -> None:
     finish(dataclasses.replace(calm, law=law, groups=groups).run())
     assert parts.batches == [[1, 0], [2, 3], [4, 5]]
     assert went_on == versions
+    assert found.groups == {}  # rows are not kept for the life of the run
 
 
 @pytest.mark.parametrize(

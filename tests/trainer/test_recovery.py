@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -114,10 +115,28 @@ def test_recorded_batches_that_use_a_group_more_often_than_is_allowed_now_are_re
     """Group 5 was trained on twice, and step 6 trains on it again; group 8 is trained on by steps 5 and 7."""
     batches = {5: (8, 9), 6: (10, 5), 7: (8, 9)}
     found = replace(FOUND, batches=batches, groups={**FOUND.groups, 5: recorded(5, uses=2)})
-    check_batches(found, steps=7, groups_per_step=2, max_uses=3)
-    check_batches(found, steps=7, groups_per_step=2)  # a buffer that keeps rules of its own
-    check_batches(found, steps=5, groups_per_step=2, max_uses=1)
+    check = partial(check_batches, found, groups_per_step=2, max_staleness=1, policy=POLICIES["wait"])
+    check(steps=7, max_uses=3)
+    check(steps=7)  # a buffer that keeps rules of its own
+    check(steps=5, max_uses=1)
     with pytest.raises(ConfigError, match=r"max_uses is 1, .* up to step 7 train on a group 3 times in all") as told:
-        check_batches(found, steps=7, groups_per_step=2, max_uses=1)
+        check(steps=7, max_uses=1)
     assert told.value.path == "buffer.options.max_uses"
     assert told.value.remedy == "3 until step 7 is in a checkpoint (--steps 7 ends with one)"
+
+
+def test_recorded_batches_of_which_a_smaller_bound_leaves_no_token_are_refused():
+    """Steps 6 and 7, at versions 5 and 6, train on tokens of version 4 alone; step 8 on one group of version 7."""
+    groups = {8: recorded(8), 9: recorded(9), 10: recorded(10, version=7)}
+    found = replace(FOUND, batches={6: (8, 9), 7: (9, 8), 8: (8, 10)}, groups=groups)
+
+    def check(max_staleness: int, policy: str) -> None:
+        check_batches(found, steps=8, groups_per_step=2, max_staleness=max_staleness, policy=POLICIES[policy])
+
+    check(2, "mask")
+    for policy in ("wait", "drop", "correct"):
+        check(1, policy)
+    with pytest.raises(ConfigError, match=r"max_staleness is 1, but step 7 .* at least 2 versions old") as told:
+        check(1, "mask")
+    assert told.value.path == "max_staleness"
+    assert told.value.remedy == "2 until step 8 is in a checkpoint (--steps 8 ends with one)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import json
 import os
@@ -23,6 +24,7 @@ import asyncrl
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, ConfigError, EnvironmentFailure
 from asyncrl.io import DurableFiles, verify_folder
+from asyncrl.ledger import Recovered
 from asyncrl.rollout.turns import TurnRecord, decode_turns
 from asyncrl.rollout.worker import TokenMeter, metered_tokens
 from asyncrl.tasks.run import train
@@ -30,6 +32,7 @@ from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.trainer.checkpoint import Checkpoints, read_driver_state
 from asyncrl.trainer.driver import Driver
 from asyncrl.trainer.journal import Journal
+from asyncrl.trainer.recovery import check_batches
 from buffers.ledger import query
 
 MakeConfig = Callable[..., Config]
@@ -463,6 +466,32 @@ def test_batches_that_are_taken_again_keep_their_size(small_config: MakeConfig, 
     is_refused(1, first=3)
     assert train(config(2, steps=3), resume=run)["weight_version"] == 3
     assert train(config(1), resume=run)["weight_version"] == 5  # nothing is taken again any more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lr", "steps", "newest"), [(1e-2, [1, 2, 3], 3), (1e-3, [1], 0)])
+def test_a_resume_with_another_rate_keeps_only_what_the_checkpoints_weights_have_sampled(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, lr: float, steps: list[int], newest: int
+):
+    def config(lr: float) -> Config:
+        settings: dict[str, Any] = {"checkpoint": {"every": 100}, "eval": {"tasks": 0}, "trainer": {"lr": lr}}
+        return small_config(steps=4, max_staleness=0, **settings)
+
+    with monkeypatch.context() as patch:
+        stop_before(patch, 4)
+        with pytest.raises(Stopped):
+            train(config(1e-2))
+    recovered: list[Recovered] = []
+
+    def checked(found: Recovered, **rules: Any) -> None:
+        recovered.append(dataclasses.replace(found, groups={**found.groups}))
+        check_batches(found, **rules)
+
+    monkeypatch.setattr("asyncrl.trainer.run.check_batches", checked)
+    assert train(config(lr), resume=only_run(config(lr)))["weight_version"] == 4
+    (found,) = recovered
+    assert [*found.batches] == steps
+    assert max(version for group in found.groups.values() for version in group.summary.version_tokens) <= newest
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import re
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -32,7 +33,7 @@ from asyncrl.trainer.checkpoint import DriverState
 from asyncrl.trainer.driver import Driver
 from asyncrl.trainer.journal import TokenBalance
 from asyncrl.trainer.recovery import starting_point
-from asyncrl.trainer.run import TrainingRun, _check_state_fits
+from asyncrl.trainer.run import TrainingRun, _check_state_fits, _same_updates
 from asyncrl.trainer.workers import TrainerSpec, TrainerWorker
 
 MakeConfig = Callable[..., Config]
@@ -374,6 +375,7 @@ def test_a_key_of_the_trainer_that_a_critic_shares_cannot_be_set(small_config: M
 
 
 TWICE = {"buffer": {"options": {"max_uses": 2}}}
+FALLING = {"lr_scheduler_type": "linear"}
 SCORED: dict[str, Any] = {"reward": {"source": "worlds:Length"}}
 
 
@@ -399,7 +401,59 @@ def test_a_change_that_a_resume_cannot_honour_is_refused(
     small_config: MakeConfig, before: dict[str, Any], now: dict[str, Any], refused: str
 ):
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
-        _check_state_fits(small_config(**now), small_config(**before))
+        _check_state_fits(small_config(**now), small_config(**before), has_critic=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "same"),
+    [
+        ({}, {}, True),
+        ({}, {"trainer": {"lr": 1e-3}}, False),
+        ({}, {"algorithm": {"kl_coef": 0.1}}, False),
+        ({}, {"critic": {"lr": 1e-3}}, False),
+        ({}, {"rollout": {"temperature": 0.5}}, False),
+        ({}, {"algorithm": {"allow_unsound": True}, "rollout": {"replicas": 2}}, True),
+        ({}, {"trainer": {"groups_per_step": 9, "num_cpus": 2.0}}, True),
+        ({"steps": 3}, {"steps": 4}, True),
+        ({"steps": 3, "trainer": FALLING}, {"steps": 4, "trainer": FALLING}, False),
+    ],
+    ids=str,
+)
+def test_which_changes_make_other_weights_of_the_same_rows(
+    small_config: MakeConfig, before: dict[str, Any], now: dict[str, Any], same: bool
+):
+    assert _same_updates(small_config(**now), small_config(**before)) is same
+
+
+async def test_a_timeline_that_cannot_be_written_keeps_nothing_open(caplog: pytest.LogCaptureFixture):
+    closed: list[str] = []
+
+    def part(name: str, **methods: Any) -> SimpleNamespace:
+        return SimpleNamespace(close=lambda: closed.append(name), **methods)
+
+    async def nothing(**_: object) -> None: ...
+
+    def full(path: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = SimpleNamespace(
+        _checkpoints=SimpleNamespace(sent=nothing),
+        _assembly=SimpleNamespace(aclose=nothing),
+        _trackers=part("trackers"),
+        _timeline=SimpleNamespace(save=full),
+        _run=part("run", timeline_path="timeline.json"),
+        _progress=part("progress"),
+    )
+    await TrainingRun._close(cast("Any", run))
+    assert closed == ["trackers", "run", "progress"]
+    assert "timeline.json is not written: [Errno 28] No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize("has_critic", [True, False])
+def test_a_checkpoint_with_a_critic_keeps_its_optimizer(small_config: MakeConfig, has_critic: bool):
+    refused = pytest.raises(ConfigError, match="muon: the checkpoints of the run were written with")
+    with refused if has_critic else nullcontext():
+        _check_state_fits(small_config(critic={"optimizer": "muon"}), small_config(), has_critic=has_critic)
 
 
 def test_an_estimator_in_the_loss_alone_can_be_set(small_config: MakeConfig):

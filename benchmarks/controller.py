@@ -509,7 +509,7 @@ class Bench:
             future = group.forever()
             group.until_running().result()
             os.kill(process, signal.SIGKILL)
-            took = seconds(lambda: future.exception())
+            took = seconds(future.exception)
             assert isinstance(future.exception(), WorkerDiedError)
             group.shutdown()
             return took

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from asyncrl.errors import WeightError
 from asyncrl.weights import WeightManifest, joined
 from engines.weights.collective import CollectiveTransport
-from engines.weights.resharding import Region, divided, whole, within
+from engines.weights.resharding import Region, divided, volume, whole, within
 
 BUCKET_BYTES = 64 << 20
 COLUMNS, ROWS = (
@@ -63,6 +63,15 @@ def tensor_parallel(manifest: WeightManifest, rank: int, ranks: int) -> dict[str
         dims = [dim for dim, names in enumerate((COLUMNS, ROWS)) if module in names]
         regions[entry.name] = divided(entry.shape, dims[0], rank=rank, ranks=ranks) if dims else whole(entry.shape)
     return regions
+
+
+def sharded(manifest: WeightManifest, rank: int, ranks: int) -> dict[str, Region]:
+    """Return a trainer rank's regions of a mesh of ``dp_shard`` alone."""
+    return {each.name: divided(each.shape, 0, rank=rank, ranks=ranks) for each in manifest.tensors}
+
+
+def size_bytes(manifest: WeightManifest, regions: Mapping[str, Region]) -> int:
+    return sum(each.size_bytes // volume(whole(each.shape)) * volume(regions[each.name]) for each in manifest.tensors)
 
 
 _saying = threading.Lock()
@@ -106,7 +115,9 @@ def serve(options: dict[str, Any]) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         answer: dict[str, Any] = {}
-        if order["do"] == "save":
+        if order["do"] == "change":
+            for _, tensor in engine._model.tensors_by_name():
+                tensor.detach().mul_(1.25)
             tensors = {name: each.clone() for name, each in engine.named_tensors()}
             if rank == 0:
                 save_file(tensors, order["path"])
@@ -116,10 +127,7 @@ def serve(options: dict[str, Any]) -> None:
             base = settle()
             tensors_of: Iterable[tuple[str, torch.Tensor]] = engine.sharded_tensors() if engine else synthetic()
             manifest = transport.publish(tensors_of, version=order["version"])
-            sender: Any = transport._sender
-            _, parts = sender.versions[order["version"]]
-            held = sum(part.tensor.nbytes for part in parts.values())
-            answer = {"manifest": manifest.encode().hex(), "shard": held}
+            answer = {"manifest": manifest.encode().hex()}
         elif order["do"] == "peak":
             answer = {"grown": memory("VmHWM") - base}
         elif order["do"] == "busy":
@@ -144,10 +152,11 @@ def pull(transport: CollectiveTransport, order: dict[str, Any], rank: int, ranks
     equal = True
     if order.get("reference"):
         with safe_open(order["reference"], framework="pt") as file:
+            equal = found.keys() == regions.keys() == set(file.keys())
             for name, tensor in found.items():
                 expected = file.get_slice(name)[within(regions[name], whole(file.get_slice(name).get_shape()))]
                 equal = equal and torch.equal(tensor.view(torch.int32), expected.contiguous().view(torch.int32))
-    return {"took": took, "grown": grown, "shard": sum(each.nbytes for each in found.values()), "equal": equal}
+    return {"took": took, "grown": grown, "equal": equal}
 
 
 # ------------------------------------------------------------------------------------------------------ who measures
@@ -219,20 +228,19 @@ def resharded(versions: int = 3) -> tuple[bool, dict[str, float]]:
         try:
             for each in (*trainers, *engines):
                 each.answer(300.0)
-            everyone(trainers, do="save", path=f"{folder}/whole.safetensors")
             equal, peaks = True, dict[str, float]()
             for version in range(1, versions + 1):
+                everyone(trainers, do="change", path=f"{folder}/whole.safetensors")
                 published = everyone(trainers, do="publish", version=version)
                 order = {"manifest": manifest_of(published), "reference": f"{folder}/whole.safetensors"}
                 pulled = everyone(engines, do="pull", **order)
                 sent = everyone(trainers, do="peak")
                 equal = equal and all(each["equal"] for each in pulled)
-                for name, ranks in (
-                    ("trainer", [p | s for p, s in zip(published, sent, strict=True)]),
-                    ("engine", pulled),
-                ):
+                manifest = WeightManifest.decode(bytes.fromhex(order["manifest"]))
+                for name, ranks, regions in (("trainer", sent, sharded), ("engine", pulled, tensor_parallel)):
                     for rank, found in enumerate(ranks):
-                        over = found["grown"] / (found["shard"] + BUCKET_BYTES)
+                        shard = size_bytes(manifest, regions(manifest, rank, len(ranks)))
+                        over = found["grown"] / (shard + BUCKET_BYTES)
                         peaks[f"{name} {rank}"] = max(peaks.get(f"{name} {rank}", 0.0), over)
                         print(f"version {version}, {name} {rank}: {found['grown']} bytes, {over:.3f}", file=sys.stderr)
         finally:

@@ -1,4 +1,4 @@
-"""What the single controller costs above bare Ray: calls, batches, futures, starting, cancelling.
+"""What the single controller costs above bare Ray: calls, batches, futures, starting, cancelling, deaths.
 
     python benchmarks/controller.py [--json] [--rounds 60] [--only one_to_all,dp_tiny]
 
@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -29,6 +30,7 @@ import ray
 import torch
 
 from asyncrl.data import DataProto
+from asyncrl.errors import WorkerDiedError
 from asyncrl.single_controller import Dispatch, Execute, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
@@ -130,6 +132,10 @@ class Stage(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def fetched_bytes(self) -> int:
         return self.fetched.size_bytes
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def pid(self) -> int:
+        return os.getpid()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def until_open(self) -> None:
@@ -494,6 +500,22 @@ class Bench:
 
         yield alone("cancel_ms", statistics.median(ours() for _ in range(self.few)) * 1e3, "ms", goal=50)
 
+    def dying(self) -> Iterator[Figure]:
+        """From SIGKILL of a rank until its call has the error."""
+
+        def ours() -> float:
+            group = RayWorkerGroup(RayResourcePool([RANKS]), RayClassWithInitArgs(Stage), name="dying")
+            process = group.pid().result()[0]
+            future = group.forever()
+            group.until_running().result()
+            os.kill(process, signal.SIGKILL)
+            took = seconds(future.exception)
+            assert isinstance(future.exception(), WorkerDiedError)
+            group.shutdown()
+            return took
+
+        yield alone("death_ms", max(ours() for _ in range(self.few)) * 1e3, "ms, longest", goal=1000)
+
 
 PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "calls": Bench.calls,
@@ -503,6 +525,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "starting": Bench.starting,
     "outstanding": Bench.outstanding,
     "cancelling": Bench.cancelling,
+    "dying": Bench.dying,
 }
 
 

@@ -490,6 +490,7 @@ def main() -> None:
     finally:
         shutil.rmtree(root, ignore_errors=True)
     report(found, total=total, kinds=expected["kinds"], elapsed_s=elapsed_s, options=options)
+    sys.exit(1 if not found or any(each["wrong"] for each in found) else 0)
 
 
 def in_parallel(jobs: int, root: Path, works: list[Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -528,7 +529,7 @@ def report(
     figures = [
         figure("points of the run", total, "points"),
         figure("points died at", len(found), "points"),
-        figure("equal weights after resuming", equal, "points", goal=f"{len(found)}", holds=equal == len(found)),
+        figure("equal weights after resuming", equal, "points", goal=f"{len(found)}", holds=equal == len(found) > 0),
         figure("deaths with a witness", len(deaths), "deaths"),
         figure("... of the machine too", sum(death["torn"] for death in deaths), "deaths"),
         figure("... while recovering", len(deaths) - len(found), "deaths"),

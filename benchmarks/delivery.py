@@ -100,7 +100,8 @@ class World:
         self.worker = RolloutWorker(rollout_spec(config, transport, None))
         self.version = 0
         self.base: Tensors = {}
-        self.unproven_tokens = 0
+        self.tokens = 0
+        """Of the last version, as rollouts handed them on."""
         self.cached: tuple[float, ...] = ()
         """What the engine gave last for the canary that may be answered from a cache."""
         self._tasks = [environments.task(index, split="train") for index in range(4)]
@@ -148,6 +149,7 @@ class World:
         advantages = torch.randn(len(self._rows))
         self.trainer.update(self._rows.with_columns(advantages=advantages))
         self.version += 1
+        self.tokens = 0
         try:
             manifest = self.trainer.publish(self.version)
             assert manifest is not None
@@ -164,7 +166,7 @@ class World:
             for rows in (flying, self.rollout()):
                 with contextlib.suppress(AsyncRLError):
                     versions = values_of((await rows).batch["weight_versions"])
-                    self.unproven_tokens += int((versions == self.version).sum()) if error is not None else 0
+                    self.tokens += int((versions == self.version).sum())
             if error is not None:
                 raise error
             return canary
@@ -473,7 +475,7 @@ async def plant_all(
 ) -> dict[str, Any]:
     world = World(config, folder)
     await world.start()
-    dice, named, wrong = random.Random(7), 0, []
+    dice, named, tokens, wrong = random.Random(7), 0, 0, []
     try:
         for _ in range(3):
             await world.deliver()
@@ -486,6 +488,7 @@ async def plant_all(
                         await world.deliver(*([change] if change is not None else []))
                 except AsyncRLError as error:
                     text = str(error)
+                tokens += world.tokens
                 if re.search(fault.named, text):
                     hits += 1
                 else:
@@ -495,7 +498,7 @@ async def plant_all(
             say(f"{fault.what}: named {hits} of {each}")
     finally:
         await world.close()
-    return {"named": named, "planted": each * len(faults), "tokens": world.unproven_tokens, "missed": wrong}
+    return {"named": named, "planted": each * len(faults), "tokens": tokens, "missed": wrong}
 
 
 async def clean(versions: int, dtype: str, folder: Path, **options: Any) -> tuple[int, float]:

@@ -183,8 +183,8 @@ def main() -> None:
         _figure("publications", sum(len(each.publish_s) for each in measured["pinned"]), "beside pinned evaluations"),
         _figure("scores", sum(each.scores for each in measured["pinned"]), "of pinned replicas"),
     ]
-    foreign = sum(each.foreign for each in measured["pinned"])
-    figures.append(_figure("foreign_tokens", foreign, "tokens", goal="0", holds=foreign == 0))
+    foreign, tokens = (sum(getattr(each, name) for each in measured["pinned"]) for name in ("foreign", "tokens"))
+    figures.append(_figure("foreign_tokens", foreign, f"of {tokens} tokens", goal="0", holds=foreign == 0 < tokens))
     ratios = {
         case: statistics.median(
             each.tokens_per_s / none.tokens_per_s for each, none in zip(measured[case], measured["none"], strict=True)

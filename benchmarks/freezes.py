@@ -8,12 +8,14 @@ by its number, and to be mended like a death within ``cluster.health_check_timeo
 with all of its steps.
 
     named_late           stops that no log named within 30 s
-    ended_first          processes that ended for another reason before they were named: they count as no stop
+    ended_first          processes that ended before they were named, with their life or because of another stop that
+                         was named: they count as no stop
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import signal
 import statistics
@@ -40,20 +42,33 @@ class FrozenRun(chaos.HurtRun):
     def __init__(self, campaign: chaos.Campaign, number: int) -> None:
         super().__init__(campaign, number)
         self._looked = 0.0
+        self._gone: dict[int, float] = {}
+        """When stopped processes were first seen to have ended unnamed."""
+        self._ends: dict[int, float] = {}
+        """When lives ended."""
 
     def look(self) -> int:
         """Also note when stops are named, and drop those of processes that ended first."""
         now = time.monotonic()
-        if now - self._looked >= LOOK_EVERY_S:
+        if not self.driver:
+            self._ends.setdefault(self.lives, now)
+        if now - self._looked >= LOOK_EVERY_S or not self.driver:
             self._looked = now
             open_stops = [stop for stop in self.kills if not stop.witness]
             living = chaos.processes() if open_stops else {}
             for stop in open_stops:
                 if self._witnessed(stop):
                     stop.named_s = now - stop.at
-                elif stop.pid not in living and now - stop.at < NAMED_WITHIN_S:
+                elif stop.pid not in living and self._ended_first(stop, self._gone.setdefault(stop.pid, now)):
                     self._drop(stop)
         return super().look()
+
+    def _ended_first(self, stop: chaos.Kill, gone: float) -> bool:
+        """Whether its process ended with its life, or with one whose stop was named: above it, or of the same group."""
+        if gone >= self._ends.get(stop.lives, math.inf) - chaos.END_S:
+            return True
+        named = [other for other in self.kills if other.witness and other.lives == stop.lives]
+        return any(other.pid == stop.teller or other.kind == stop.kind == "trainer" for other in named)
 
     def _victims(self, kind: str) -> list[tuple[int, str, int]]:
         """Leave out what only a stopped process would name: the driver ends both together."""
@@ -65,10 +80,9 @@ class FrozenRun(chaos.HurtRun):
         return sum(super(FrozenRun, self)._kill() for _ in range(wanted)) > 0
 
     def _drop(self, stop: chaos.Kill) -> None:
-        if not self._witnessed(stop):  # its last word may have been this
-            self.kills.remove(stop)
-            self.campaign.kills.remove(stop)
-            self.campaign.endings["ended_first"] += 1
+        self.kills.remove(stop)
+        self.campaign.kills.remove(stop)
+        self.campaign.endings["ended_first"] += 1
 
     def _witnessed(self, kill: chaos.Kill) -> bool:
         if not kill.witness:
@@ -80,9 +94,7 @@ class FrozenRun(chaos.HurtRun):
         return bool(kill.witness)
 
     def unwitnessed(self) -> list[str]:
-        living = chaos.processes()
-        for stop in [stop for stop in self.kills if not self._witnessed(stop) and stop.pid not in living]:
-            self._drop(stop)
+        self.look()
         return []
 
 

@@ -94,6 +94,10 @@ class Mutant:
     source: str  # of the whole module
 
 
+FATAL = Mutant(path="asyncrl/algorithms/losses.py", line=1, before="", after="", source="")
+"""No test can be collected with it."""
+
+
 # ---------------------------------------------------------------------------------------------------- making mutants
 
 
@@ -236,11 +240,11 @@ def meet(mutant: Mutant | None) -> int:
     if mutant is not None:
         sys.meta_path.insert(0, Planted(mutant))
     status = 0
+    # Processes of xdist's would import the module from its file.
+    words = ["-n", "0", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "60", f"--rootdir={ROOT}"]
     for files in tests(mutant.path if mutant else ""):
         if files and status == 0:  # without a file pytest would look for some
-            status = int(
-                pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout", "60", f"--rootdir={ROOT}", *files])
-            )
+            status = int(pytest.main([*words, *files]))
     return status
 
 
@@ -296,6 +300,9 @@ def main() -> int:
     assert not any(name.startswith("asyncrl") for name in sys.modules), "the mutant would come too late"
     if fate(None, arguments.timeout_s) != "survived":
         print("the tests fail without any defect", file=sys.stderr)
+        return 1
+    if fate(FATAL, arguments.timeout_s) != "killed":
+        print("the tests pass without a loss: no mutant reaches them", file=sys.stderr)
         return 1
     began = time.monotonic()
     fates: Counter[str] = Counter()

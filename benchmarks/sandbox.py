@@ -169,7 +169,7 @@ async def orphans(sandboxes: int, *, at_once: int) -> list[Figure]:
     title = f"orphans ({sandboxes} sandboxes, {backend.killed} killed, {failed} of them in a command, {took:.0f} s)"
     number = len(left) + len(folders)
     print(title, file=sys.stderr)
-    return [Figure("orphans", number, "", 0, 0, "0", number == 0)]
+    return [Figure("orphans", number, "", 0, 0, "0", number == 0 < failed <= backend.killed)]
 
 
 # ------------------------------------------------------------------------------------------------------------- rewards

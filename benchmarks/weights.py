@@ -216,14 +216,14 @@ async def adapters(rank: int, rounds: int) -> list[dict[str, Any]]:
                         if version > 1:
                             transports[way].release(version - 1)
                     answers = [await prompt_log_probs(engine, version) for engine in engines.values()]
-                    differences.append(max(abs(a - b) for a, b in zip(*answers, strict=True)))
+                    differences.append(float(torch.tensor(answers).diff(dim=0).abs().max()))
             trainer.close()
             medians = {way: statistics.median(values) for way, values in took.items()}
             print(f"{modules}: { {way: f'{1e3 * value:.1f} ms' for way, value in medians.items()} }", file=sys.stderr)
             for name, value, unit, goal in (
                 ("adapter_bytes", sizes["apart"] / sizes["merged"], "of the merged version", 0.03),
                 ("adapter_time", medians["apart"] / medians["merged"], "of the merged version", 0.10),
-                ("adapter_log_probs", max(differences), "nats", 1e-4),
+                ("adapter_log_probs", float(torch.tensor(differences).max()), "nats", 1e-4),
             ):
                 figure = {"name": f"{name}{suffix}", "value": float(f"{value:.4g}"), "unit": unit}
                 figures.append({**figure, "goal": f"at most {goal:g}", "holds": value <= goal})

@@ -31,9 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before marks are asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on Ray are slow: a cluster takes seconds to start, and the processor while it runs."""
+    """Tests on Ray are at least slow: a cluster takes seconds to start, and the processor while it runs."""
     for item in items:
-        if item.get_closest_marker("ray"):
+        if item.get_closest_marker("ray") and not any(map(item.get_closest_marker, ("chaos", "long"))):
             item.add_marker(pytest.mark.slow)
 
 

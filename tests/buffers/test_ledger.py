@@ -287,10 +287,14 @@ async def test_events_are_durable_in_groups_and_nothing_blocks_the_loop(tmp_path
 
 async def test_room_waits_while_the_queue_is_full(tmp_path: Path):
     ledger = await asyncio.to_thread(SQLiteLedger, tmp_path / "ledger.sqlite", queue_bytes=1000, commit_latency_s=60.0)
-    for group_id in range(100):
-        ledger.append(Issued(group_id))
+    with ledger._writer._changed:  # nothing is taken out of the queue meanwhile
+        for group_id in range(100):
+            ledger.append(Issued(group_id))
+        waiting = asyncio.ensure_future(ledger.room())
+        await asyncio.sleep(0)
+        assert not waiting.done()
     async with asyncio.timeout(10):
-        await ledger.room()
+        await waiting
     await ledger.aclose()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -320,7 +321,8 @@ server.run(transport='{run}')
 """
     )
     started = None
-    table: dict[str, Any] = {"command": [sys.executable, str(program)]}
+    paths = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # which has the package in .ci/run
+    table: dict[str, Any] = {"command": [sys.executable, str(program)], "env": paths}
     if transport == "http":
         started = await asyncio.create_subprocess_exec(sys.executable, str(program))
         table = {"url": f"http://127.0.0.1:{port}/mcp"}

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import socket
-import statistics
 import time
 
 import pytest
@@ -82,19 +81,11 @@ async def test_damaged_requests_crash_nothing_and_leave_nothing_behind(serve, st
 
 
 @pytest.mark.slow
-async def test_a_well_behaved_client_beside_two_thousand_slow_ones(serve):
-    async def latencies(served, count):
-        times = []
-        for _ in range(count):
-            begin = time.perf_counter()
-            await served.post("/generate", {"prompt_token_ids": [5, 6]})
-            times.append(time.perf_counter() - begin)
-        return times
-
-    async with serve(limits=Limits(idle_timeout_s=30.0)) as served:
+async def test_two_thousand_slow_clients_take_no_place_of_a_well_behaved_one(serve):
+    """benchmarks/abuse.py has what they cost it."""
+    limits = Limits(concurrent_requests=1, concurrent_requests_per_key=1, idle_timeout_s=600.0)
+    async with serve(limits=limits) as served:
         port = int(served.url.rpartition(":")[2])
-        await latencies(served, 50)
-        alone = await latencies(served, 400)
         slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2000)]
         for _, writer in slow:
             writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
@@ -107,14 +98,13 @@ async def test_a_well_behaved_client_beside_two_thousand_slow_ones(serve):
                 await asyncio.sleep(0.1)
 
         trickler = asyncio.create_task(trickle())
-        beside = await latencies(served, 400)
+        for _ in range(400):
+            assert (await served.post("/generate", {"prompt_token_ids": [5, 6]}))["token_ids"] == [7, 8, 9]
         trickling = False
         await trickler
+        assert not any(reader.at_eof() for reader, _ in slow)
         for _, writer in slow:
             writer.close()
-        ratio = statistics.median(beside) / statistics.median(alone)
-        print(f"median {1e3 * statistics.median(alone):.2f} ms alone, x{ratio:.2f} beside 2000 slow clients")
-        assert ratio <= 3.0
 
 
 @pytest.mark.parametrize(

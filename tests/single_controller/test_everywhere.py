@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, Worke
 from asyncrl.single_controller.local import LocalWorkerGroup
 
 TIMEOUT_S = 30.0
+PACKAGES = os.environ.get("ASYNCRL_MARIMO_PACKAGES", "")
+"""Folder with marimo, which may need other versions of packages than the rest of the tests."""
 
 
 class Doubler(Worker):
@@ -124,11 +128,19 @@ def test_one_future_awaited_by_loops_of_several_threads(doubler: WorkerGroup) ->
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not PACKAGES and find_spec("marimo") is None, reason="needs marimo, or ASYNCRL_MARIMO_PACKAGES")
 def test_in_cells_of_marimo(tmp_path: Path) -> None:
-    pytest.importorskip("marimo")
     program = tmp_path / "cells.py"
     program.write_text(CELLS)
-    ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=100, check=False)
+    paths = [str(Path(__file__).parents[2]), *filter(None, [PACKAGES, os.environ.get("PYTHONPATH")])]
+    ran = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert ran.stdout == "[0, 2, 4] [0, 2, 4]\n", ran.stderr
 
 

@@ -143,7 +143,6 @@ def test_a_death_in_the_middle_of_a_chain_reaches_every_waiter(
     took_s = time.monotonic() - begun
     record_property("seconds from SIGKILL until every waiter has its error", round(took_s, 3))
     print(f"every waiter had its error {took_s:.3f} s after the death")
-    assert took_s <= 2.0
     assert errors[:2] == [None, None]
     for error, travelled in zip(errors[2:], range(3), strict=True):
         assert isinstance(error, WorkerDiedError)

@@ -69,6 +69,48 @@ print(json.dumps(found))
     assert json.loads(done.stdout) == [[]] * 6 + [missing] * 4
 
 
+def test_a_stop_that_nobody_names_counts_unless_its_life_or_a_named_stop_ended_the_process(tmp_path):
+    program = """
+import json, random, sys
+from pathlib import Path
+import chaos, freezes
+
+freezes.LOOK_EVERY_S = 0.0
+run = object.__new__(freezes.FrozenRun)
+run.campaign = chaos.Campaign(Path(sys.argv[1]), "", 0, random.Random(0), 9, freezes.KINDS)
+run.folder, run.output, run.lives = Path(sys.argv[1]), Path(sys.argv[1]) / "output.txt", 1
+run.driver, run._looked, run._gone, run._ends, run._ledger, run._step = 1, 0.0, {}, {}, None, 0
+run.output.write_text("process 12 of reward has not answered for 15 s")
+now = 1e6
+freezes.time.monotonic = lambda: now
+living = {11, 12, 13, 14}
+freezes.chaos.processes = lambda: dict.fromkeys(living)
+run.kills = [
+    chaos.Kill("rollout", 11, "rollout-0", now, {}, lives=1),
+    chaos.Kill("reward", 12, "reward", now, {}, lives=1),
+    chaos.Kill("scoring", 13, "scoring process 13", now, {}, lives=1, teller=12),
+    chaos.Kill("trainer", 14, "trainer", now, {}, lives=1),
+]
+run.campaign.kills = list(run.kills)
+found = []
+for gone, passed, run.driver in ((11, 5, 1), (12, 1, 1), (13, 1, 1), (14, 20, 1), (0, 5, 0)):
+    living.discard(gone)
+    now += passed
+    run.look()
+    found.append([kill.pid for kill in run.campaign.kills])
+print(json.dumps([*found, [kill.pid for kill in run.kills if freezes.late(kill)]]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
+    )
+    every, but_scoring = [11, 12, 13, 14], [11, 12, 14]
+    assert json.loads(done.stdout) == [every, every, but_scoring, but_scoring, [11, 12], [11]]
+
+
 @pytest.mark.ray
 @pytest.mark.chaos
 @pytest.mark.timeout(600)

@@ -118,8 +118,7 @@ async def test_both_sides_of_the_cut_are_exact(
         else:
             by_version = [plain_log_probs(model, request, got.token_ids) for model in models]
             expected = [by_version[version][n] for n, version in enumerate(got.weight_versions)]
-        worst = max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True))
-        assert worst <= 1e-4, (request.request_id, got.spans)
+        assert got.log_probs == pytest.approx(expected, abs=1e-4), (request.request_id, got.spans)
 
 
 @pytest.mark.parametrize("committed_at", [5, 8])
@@ -139,7 +138,7 @@ async def test_a_session_reads_everything_again_after_a_commit(
         got: Generation = await collect(engine, second)
     assert set(got.weight_versions) == {1}
     expected = plain_log_probs(new, second, got.token_ids)
-    assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+    assert got.log_probs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_the_two_policies_differ(folder_of: FolderOf, collect: Collect, request_of: RequestOf) -> None:
@@ -187,7 +186,7 @@ async def test_a_prompt_half_read_at_the_cut_begins_again(
         got: Generation = await collect(engine, request)
     assert set(got.weight_versions) == {1}
     expected = plain_log_probs(other, request, got.token_ids)
-    assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+    assert got.log_probs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_decoding_goes_on_while_weights_are_prepared(

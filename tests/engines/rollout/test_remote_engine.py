@@ -79,7 +79,7 @@ async def test_a_model_in_another_process_generates_the_same(
                 expected, got = await asyncio.gather(collect(here, one), collect(there, one))
                 assert got.token_ids == expected.token_ids
                 assert got.weight_versions == expected.weight_versions == (version,) * 20
-                assert max(abs(a - b) for a, b in zip(got.log_probs, expected.log_probs, strict=True)) <= 1e-5
+                assert got.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
         await _goes_on_as_if_it_had_never_moved(there, begun, expected, collect)
         assert (await there.health(10.0)).healthy
         assert there.statistics().tokens_generated == 14 * 20 + 15
@@ -148,7 +148,7 @@ async def _goes_on_as_if_it_had_never_moved(
     )
     rest: Generation = await collect(engine, moved)
     assert rest.token_ids == whole.token_ids[5:]
-    assert max(abs(a - b) for a, b in zip(rest.log_probs, whole.log_probs[5:], strict=True)) <= 1e-5
+    assert rest.log_probs == pytest.approx(whole.log_probs[5:], abs=1e-5)
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -170,16 +170,16 @@ async def test_log_probs_are_those_of_the_distribution_sampled_from(
         for number, prompt in enumerate(prompts(random.Random(name), 4))
     ]
     done: list[Generation] = await asyncio.gather(*(collect(served.engine, one) for one in requests))
-    worst = 0.0
+    off: list[float] = []
     for one, got in zip(requests, done, strict=True):
         assert len(got.token_ids) == 40
         assert set(got.weight_versions) == {0}
         expected = plain_log_probs(model, one, got.token_ids)
         if one.sampling.top_k and one.sampling.top_p < 1.0:
             expected = jointly_cut(model, one, got.token_ids)
-        worst = max(worst, *(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)))
-    assert worst <= 1e-4
-    print(f"largest difference to transformers: {worst:.2e}")
+        assert got.log_probs == pytest.approx(expected, abs=1e-4)
+        off += [abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)]
+    print(f"largest difference to transformers: {max(off):.2e}")
 
 
 async def test_a_request_that_was_begun_elsewhere_and_one_that_stops(
@@ -256,7 +256,6 @@ async def test_both_sides_of_each_cut_are_exact(
     done: list[Generation] = await asyncio.gather(*tasks)
     assert {version for got in done for version in got.weight_versions} == set(models)
     assert sum(len(got.spans) > 1 for got in done) >= 12
-    worst = 0.0
     for one, got in zip(requests, done, strict=True):
         assert len(got.token_ids) == 120
         if kv_cache == "keep":
@@ -264,8 +263,7 @@ async def test_both_sides_of_each_cut_are_exact(
         else:
             by_version = {version: plain_log_probs(model, one, got.token_ids) for version, model in models.items()}
             expected = [by_version[version][n] for n, version in enumerate(got.weight_versions)]
-        worst = max(worst, *(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)))
-    assert worst <= 1e-4
+        assert got.log_probs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_nothing_computed_under_older_weights_serves_a_later_request(
@@ -281,7 +279,7 @@ async def test_nothing_computed_under_older_weights_serves_a_later_request(
             got: Generation = await collect(served.engine, one)
             assert set(got.weight_versions) == {version}
             expected = plain_log_probs(model, one, got.token_ids)
-            assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+            assert got.log_probs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_pauses(served: Served, request_of: RequestOf, collect: Collect) -> None:
@@ -392,7 +390,7 @@ async def test_weights_that_do_not_fit_leave_the_old_ones(
     got: Generation = await collect(served.engine, one)
     assert set(got.weight_versions) == {held}
     expected = plain_log_probs(model, one, got.token_ids)
-    assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+    assert got.log_probs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_closing_a_stream_frees_its_place(served: Served, request_of: RequestOf) -> None:
@@ -461,7 +459,7 @@ async def test_two_trainer_ranks_send_weights(
         got: Generation = await collect(engine, request)
     assert set(got.weight_versions) == {1}
     expected = plain_log_probs(model, request, got.token_ids)
-    assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+    assert got.log_probs == pytest.approx(expected, abs=1e-4)
     for rank in trainer:
         rank.close()
 

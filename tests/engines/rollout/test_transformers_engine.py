@@ -95,8 +95,7 @@ async def test_log_probs_are_those_of_a_plain_forward_pass(
         assert got.finish_reason == "length"
         assert set(got.weight_versions) == {0}
         expected = plain_log_probs(model, request, got.token_ids)
-        worst = max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True))
-        assert worst <= 1e-4, (request.sampling, worst)
+        assert got.log_probs == pytest.approx(expected, abs=1e-4), request.sampling
 
 
 @pytest.mark.parametrize("capacity_tokens", [None, 144])
@@ -115,7 +114,7 @@ async def test_turns_of_sessions_read_what_is_new_and_give_the_same(
             request = replace(request_of(f"{name}-{turn}", context, 12), session=name)
             got: Generation = await collect(engine, request)
             expected = plain_log_probs(model, request, got.token_ids)
-            assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+            assert got.log_probs == pytest.approx(expected, abs=1e-4)
             context += got.token_ids
 
     async with serving(folder, max_model_tokens=128) as sized:
@@ -159,7 +158,7 @@ async def test_two_groups_read_their_system_prompt_and_each_its_own_once_and_giv
     assert len({got.token_ids for got in done}) == 8
     for request, got in zip(requests, done, strict=True):
         expected = plain_log_probs(model, request, got.token_ids)
-        assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+        assert got.log_probs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_it_is_a_rollout_engine(engine: TransformersEngine) -> None:
@@ -389,7 +388,7 @@ async def test_a_kept_request_goes_on_after_resume(
     assert len((await late).token_ids) == 2
     assert not engine.statistics().paused
     expected = plain_log_probs(load(folder_of()), request, got.token_ids)
-    assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+    assert got.log_probs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_health_is_a_real_token(engine: TransformersEngine, request_of: RequestOf) -> None:
@@ -671,5 +670,5 @@ async def test_on_a_gpu(
         expected = plain_log_probs(model, request, got.token_ids)
         if request.sampling.top_p == 1.0 and request.sampling.top_k == 0:
             # Truncation under another rounding may cut elsewhere; without it the numbers can be compared.
-            assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= tolerance
+            assert got.log_probs == pytest.approx(expected, abs=tolerance)
         assert len(got.token_ids) == 40

@@ -212,6 +212,19 @@ def test_an_object_of_an_actor_that_died_is_no_death_of_a_worker(group: RayWorke
     assert group.take(3).result(TIMEOUT_S) == ["int", "int"]
 
 
+def test_a_process_that_rays_memory_monitor_killed_has_died(group: RayWorkerGroup) -> None:
+    killed = ray.exceptions.OutOfMemoryError("1 worker(s) were killed due to the node running low on memory.\nDetails")
+    error = group._explain(1, "take", killed)
+    assert isinstance(error, WorkerDiedError)
+    assert str(error) == (
+        "the process of rank 1 of members died during take: "
+        "1 worker(s) were killed due to the node running low on memory."
+    )
+    of_an_argument = ray.exceptions.RayTaskError("take", "its traceback", killed)
+    for each in (of_an_argument, of_an_argument.as_instanceof_cause()):
+        assert not isinstance(group._explain(1, "take", each), WorkerDiedError)
+
+
 def test_a_bundle_is_used_by_one_group_only(group: RayWorkerGroup) -> None:
     second = RayWorkerGroup(group.resource_pool, RayClassWithInitArgs(Member))
     with pytest.raises(ResourceError, match="shared by 1 worker groups already"):

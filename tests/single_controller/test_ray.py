@@ -165,7 +165,7 @@ def test_a_reply_that_an_interrupted_thread_gets_again_is_counted_once() -> None
     counted, handled = [], []
     group: Any = SimpleNamespace(_count_reply=lambda rank, keeping, *, small: counted.append(rank))
     invocation: Any = SimpleNamespace(handle_reply=lambda rank, *reply: handled.append(rank))
-    reply = RayReply(group, 1, None, ray.put(None), None, invocation)
+    reply = RayReply(group, 1, None, None, ray.put(None), None, invocation)
     for _ in range(2):
         reply(None)
     assert (counted, handled) == ([1], [1, 1])  # the invocation drops the second one itself
@@ -272,6 +272,18 @@ def test_a_process_that_dies_fails_its_calls_at_once_and_frees_its_bundles(group
         assert groups[0].wait(TIMEOUT_S)
     finally:
         everything_else.release()
+
+
+def test_a_batch_that_was_returned_outlives_its_worker_also_when_the_last_one_was_small() -> None:
+    group = RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Member), name="leaving")
+    assert len(group.echo(DataProto.from_dict({"x": torch.arange(2)})).result(TIMEOUT_S)) == 2
+    returned = group.echo(large())
+    assert group.sums(returned).result(TIMEOUT_S) == [131_072.0 * 6]
+    with pytest.raises(WorkerDiedError):
+        group.end().result(TIMEOUT_S)
+    time.sleep(2.5)  # Ray frees what a dead process owned a second later
+    assert len(returned.result(TIMEOUT_S)) == 4
+    group.shutdown()
 
 
 def test_leaving_the_process_is_a_death() -> None:

@@ -144,8 +144,13 @@ class ActorHandles:
 
     @property
     def reachable(self) -> bool:
-        """Whether this program still controls the actors, and is connected to the cluster they were started on."""
-        return not self._released and not is_head_lost() and ray.is_initialized() and _node_id() == self._node
+        """Whether this program still controls the actors, and is connected to their cluster."""
+        return not self._released and self.connected
+
+    @property
+    def connected(self) -> bool:
+        """Whether this program is connected to the cluster on which the actors were started."""
+        return not is_head_lost() and ray.is_initialized() and _node_id() == self._node
 
     def free(self) -> None:
         """Kill the actors and release the pool. Idempotent; from any thread."""
@@ -195,6 +200,7 @@ class RayReply:
 
     _group: RayWorkerGroup
     _rank: int
+    _handle: Handle
     _keeping: str | None
     ref: ray.ObjectRef[Any]
     _block: RayValue | None
@@ -213,7 +219,8 @@ class RayReply:
         if self._keeping is not None:
             small = isinstance(value, bytes)
             if type(value) is tuple and len(value) == 2 and isinstance(value[0], ReturnedBatch):
-                value, block = value[0], RayValue(value[1])
+                self._group._loop.notify(self._become_owner, *value)
+                return
             try:
                 value = decode_reply(value)
             except Exception as error:  # noqa: BLE001  raised here it would be lost, and the call would never end
@@ -222,6 +229,13 @@ class RayReply:
             self._counted = True
             self._group._count_reply(self._rank, self._keeping, small=small)
         self._invocation.handle_reply(self._rank, value, block)
+
+    def _become_owner(self, reply: ReturnedBatch, batch: ray.ObjectRef[Any]) -> None:
+        """Receive the reply again, once this process owns its batch: the worker does, and may die. On the loop."""
+        if self._block is None and self._group._actors.connected:
+            self.ref, owned = self._handle.owned_by_caller.remote(reply, batch)
+            self._block = RayValue(owned)
+            self.watch()
 
     def _lost(self, error: ray.exceptions.RayError) -> AttemptLost:
         if not is_death(error):
@@ -668,7 +682,7 @@ class RayWorkerGroup(WorkerGroup):
             raise DispatchError(f"an argument of {self.name}.{call.method} cannot be pickled: {error}") from error
         with self._count_lock:
             self._active_calls_of[rank] += 1
-        return RayReply(self, rank, call.method if call.keep_batch else None, reply, block, invocation)
+        return RayReply(self, rank, handle, call.method if call.keep_batch else None, reply, block, invocation)
 
     def _sent(self) -> None:
         self._encoder.forget()

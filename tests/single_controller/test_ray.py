@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
@@ -245,10 +246,15 @@ def test_options_that_would_not_be_used_are_refused() -> None:
         RayClassWithInitArgs(ray.remote(max_restarts=3)(Member))
 
 
-def test_what_others_hold_is_waited_for_with_a_deadline(group: RayWorkerGroup) -> None:
+def test_what_others_hold_is_waited_for_with_a_deadline(
+    group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = RayResourcePool([8], placement_timeout_s=0.2)
+    release, on_loops = pool.release, list[object]()
+    monkeypatch.setattr(pool, "release", lambda: (on_loops.append(asyncio._get_running_loop()), release()))
     with pytest.raises(ResourceError, match=r"(?s)within 0\.2 s.*requested: 8 CPU.*available now: 6 CPU"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Member)).ready().result(TIMEOUT_S)
+    assert on_loops == [None], "it blocks while a placement group is pending"
 
 
 def test_a_process_that_dies_fails_its_calls_at_once_and_frees_its_bundles(group: RayWorkerGroup) -> None:

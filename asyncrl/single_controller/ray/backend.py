@@ -154,15 +154,19 @@ class ActorHandles:
 
     def free(self) -> None:
         """Kill the actors and release the pool. Idempotent; from any thread."""
+        if (pool := self.kill()) is not None:
+            pool.release()
+
+    def kill(self) -> RayResourcePool | None:
+        """Kill the actors; return the pool if its share is to be released now. Idempotent; from any thread."""
         with self._lock:
             handles, self.handles = self.handles, []
             pool, self.pool = self.pool, None
         if not self.reachable:
-            return
+            return None
         for handle in handles:
             ray.kill(handle)
-        if pool is not None:
-            pool.release()
+        return pool
 
     def release(self) -> None:
         """Leave the actors running; another program may control them."""
@@ -797,5 +801,7 @@ class RayWorkerGroup(WorkerGroup):
 
         return await asyncio.gather(*(close(rank, handle) for rank, handle in enumerate(self._actors.handles)))
 
-    def _kill(self) -> None:
-        self._actors.free()
+    async def _kill(self) -> None:
+        pool = self._actors.kill()
+        if pool is not None:
+            await in_ray_thread(pool.release)  # blocks if it could not be placed

@@ -10,7 +10,8 @@ import logging
 import pickle
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, cast
@@ -409,6 +410,8 @@ class RayWorkerGroup(WorkerGroup):
         self._nodes: list[str] = []
         self._locations_of: dict[int, ActorLocation] = {}
         self._silence = Silence(liveness) if liveness is not None else None
+        self._constructing: dict[int, Handle] = {}
+        """By rank, new workers that do not take calls yet."""
         self._contexts: list[WorkerContext] = []
         self._init: RayValue | None = None
         self._actors = ActorHandles()
@@ -436,28 +439,15 @@ class RayWorkerGroup(WorkerGroup):
         self._nodes = [location.address for location in locations]
         self._put_init()
         self._contexts = contexts_of(locations, group_name=self.name)
-        failures = await self._construct_watched(ranks, handles)
+        if self._silence is not None:
+            self._owner.spawn(partial(_ask_for_life, weakref.ref(self), self._silence), lambda _: None)
+        failures = await self._construct(ranks, handles)
         if self.detached:
             await self._save_state(handles)
             await in_ray_thread(partial(detached_groups.check_first, self.name, self._names[0]))
         for rank, handle in enumerate(handles):
             self._watch_actor(rank, handle)
         return failures
-
-    async def _construct_watched(self, ranks: Sequence[int], handles: Sequence[Handle]) -> list[Failed | None]:
-        """Begin to ask for life, with more patience until the workers are constructed: imports keep the lock."""
-        if self._silence is None:
-            return await self._construct(ranks, handles)
-        liveness = self._silence.liveness
-        named_s, ended_s = max(liveness.named_after_s, STARTING_NAMED_S), max(liveness.ended_after_s, START_S)
-        self._silence.liveness = replace(liveness, named_after_s=named_s, ended_after_s=ended_s)
-        self._owner.spawn(partial(_ask_for_life, weakref.ref(self), self._silence), lambda _: None)
-        try:
-            return await self._construct(ranks, handles, liveness)
-        finally:
-            self._silence.liveness = liveness
-            for rank in ranks:  # a ping that waits since then is not held against the shorter times
-                self._silence.answered(rank)
 
     def _put_init(self) -> None:
         init = self.cls_with_init
@@ -491,16 +481,19 @@ class RayWorkerGroup(WorkerGroup):
         await self._all("__init__", range(len(handles)), saved)
 
     async def _construct(
-        self, ranks: Sequence[int], handles: Sequence[Handle], liveness: Liveness | None = None
+        self, ranks: Sequence[int], handles: Sequence[Handle], *, prepare: str = ""
     ) -> list[Failed | None]:
+        """Construct workers, and prepare them."""
         variables = {str(name): str(value) for name, value in self._options.get("env_vars", {}).items()}
-        if liveness is None and self._silence is not None:
-            liveness = self._silence.liveness
-        calls = [
-            handle.construct.remote(self._init, self._contexts[rank], variables, liveness)
-            for rank, handle in zip(ranks, handles, strict=True)
-        ]
-        return await self._all("__init__", ranks, calls)
+        with self._patience(ranks, handles) as liveness:
+            calls = [
+                handle.construct.remote(self._init, self._contexts[rank], variables, liveness)
+                for rank, handle in zip(ranks, handles, strict=True)
+            ]
+            failures = await self._all("__init__", ranks, calls)
+            if prepare and not any(failures):
+                failures = await self._all(prepare, ranks, [handle.prepare.remote(prepare) for handle in handles])
+        return failures
 
     def _watch_actor(self, rank: int, handle: Handle) -> None:
         incarnation = self._restarts.incarnations[rank]
@@ -533,9 +526,7 @@ class RayWorkerGroup(WorkerGroup):
             for rank, location in zip(ranks, locations, strict=True):
                 self._nodes[rank] = location.address
                 self._locations_of[rank] = location
-            failures = await self._construct(ranks, handles)
-            if prepare and not any(failures):
-                failures = await self._all(prepare, ranks, [handle.prepare.remote(prepare) for handle in handles])
+            failures = await self._construct(ranks, handles, prepare=prepare)
         except BaseException:
             for handle in handles:
                 ray.kill(handle)
@@ -550,8 +541,6 @@ class RayWorkerGroup(WorkerGroup):
             await self._save_state(self._actors.handles)
         for rank, handle in zip(ranks, handles, strict=True):
             self._watch_actor(rank, handle)
-            if self._silence is not None:
-                self._silence.answered(rank)
         return failures
 
     # ------------------------------------------------------------------------------------------------------- liveness
@@ -569,9 +558,29 @@ class RayWorkerGroup(WorkerGroup):
             "environment or a tool that computes or waits without await)"
         )
 
+    @contextmanager
+    def _patience(self, ranks: Sequence[int], handles: Sequence[Handle]) -> Generator[Liveness | None]:
+        """Ask new workers for life with more patience while they are constructed: imports keep the lock."""
+        silence = self._silence
+        if silence is None:
+            yield None
+            return
+        liveness = silence.liveness
+        named_s, ended_s = max(liveness.named_after_s, STARTING_NAMED_S), max(liveness.ended_after_s, START_S)
+        silence.liveness = replace(liveness, named_after_s=named_s, ended_after_s=ended_s)
+        self._constructing = dict(zip(ranks, handles, strict=True))
+        for rank in ranks:  # nor is one of the process before held against the new one
+            silence.answered(rank)
+        try:
+            yield liveness
+        finally:
+            silence.liveness, self._constructing = liveness, {}
+            for rank in ranks:  # a ping that waits since then is not held against the shorter times
+                silence.answered(rank)
+
     def _ping(self, silence: Silence, named: set[int]) -> None:
         """Ask every rank that owes no answer; name those that have been silent, end those past the deadline."""
-        for rank, handle in enumerate(self._actors.handles):
+        for rank, handle in {**dict(enumerate(self._actors.handles)), **self._constructing}.items():
             if not silence.waits(rank):
                 silence.sent(rank, now_s=self._loop.now())
                 handle.ping.remote()._on_completed(partial(_answered, self._loop, silence, rank))

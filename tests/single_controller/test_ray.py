@@ -226,6 +226,18 @@ def test_a_process_that_rays_memory_monitor_killed_has_died(group: RayWorkerGrou
         assert not isinstance(group._explain(1, "take", each), WorkerDiedError)
 
 
+def test_a_process_that_was_out_of_reach_is_killed(group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, killed = list[Any](), list[object]()
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(group._restarts, "died", lambda *_: killed.append("died"))
+    pending = SimpleNamespace(_on_completed=watched.append)
+    handle = SimpleNamespace(wait_released=SimpleNamespace(remote=lambda: pending))
+    group._watch_actor(1, handle)
+    watched[0](ray.exceptions.ActorUnavailableError("its connection broke", None))
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), group._loop.loop).result(TIMEOUT_S)
+    assert killed == [handle, "died"]
+
+
 def test_a_bundle_is_used_by_one_group_only(group: RayWorkerGroup) -> None:
     second = RayWorkerGroup(group.resource_pool, RayClassWithInitArgs(Member))
     with pytest.raises(ResourceError, match="shared by 1 worker groups already"):

@@ -169,6 +169,11 @@ class ActorHandles:
             ray.kill(handle)
         return pool
 
+    def kill_one(self, handle: Handle) -> None:
+        """Kill an actor, if this program still controls it."""
+        if self.reachable:
+            ray.kill(handle)
+
     def release(self) -> None:
         """Leave the actors running; another program may control them."""
         self._released = True
@@ -508,6 +513,9 @@ class RayWorkerGroup(WorkerGroup):
                 return
             error = group._explain(rank, "its lifetime", value)
             if isinstance(error, WorkerDiedError):
+                if isinstance(value, ray.exceptions.ActorUnavailableError):
+                    # It may live on, without the calls that were on their way: later ones would wait for their turn.
+                    group._loop.notify(group._actors.kill_one, handle)
                 group._loop.notify(group._restarts.died, rank, incarnation, error)
 
         handle.wait_released.remote()._on_completed(ended)

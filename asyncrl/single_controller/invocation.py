@@ -454,14 +454,14 @@ class Invocation:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SIBLING_GRACE_S):
                 await all_replied.wait()
-        failures = self._failures
+        failed = self._failures
         self._cancel_ranks()
         if self._restarts is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DEATH_WAIT_S):
                     await all_replied.wait()
-            failures += tuple(each for each in self._failures[len(failures) :] if isinstance(each[1], AttemptLost))
-        failures = sorted(failures, key=operator.itemgetter(0))
+            failed += tuple(each for each in self._failures[len(failed) :] if isinstance(each[1], AttemptLost))
+        failures = sorted(failed, key=operator.itemgetter(0))
         errors = [self._error(rank, reply) for rank, reply in failures]
         failure = RankErrors.of(errors, call=self.outcome.label, ranks=len(self._values))
         died: list[int] = []

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import ray
+import ray.exceptions
 import torch
 
 from asyncrl.data import DataProto, codec
@@ -258,9 +259,7 @@ def test_options_that_would_not_be_used_are_refused() -> None:
         RayClassWithInitArgs(ray.remote(max_restarts=3)(Member))
 
 
-def test_what_others_hold_is_waited_for_with_a_deadline(
-    group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_hold_is_waited_for_with_a_deadline(group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = RayResourcePool([8], placement_timeout_s=0.2)
     release, on_loops = pool.release, list[object]()
     monkeypatch.setattr(pool, "release", lambda: (on_loops.append(asyncio._get_running_loop()), release()))

@@ -15,8 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from asyncrl.data import DataProto
 from asyncrl.errors import ResourceError
 from asyncrl.single_controller import Dispatch, Worker, register
-from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from asyncrl.single_controller.ray import resource_pool
+from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, resource_pool
 from asyncrl.single_controller.ray.resource_pool import SubRayResourcePool, merge_resource_pool, split_resource_pool
 
 TIMEOUT_S = 100.0

@@ -242,10 +242,23 @@ class EngineReplica(Replica[RolloutEngine]):
     async def _apply_pause(self, engine: RolloutEngine) -> None:
         while self.paused != (paused := self._pause_engines()):
             self.paused = None
-            async with asyncio.timeout(self._supervision.probe_s):
-                await (engine.pause() if paused else engine.resume())
+            await self._in_time(engine.pause() if paused else engine.resume())
             self.paused = paused
             self._changes.notify()
+
+    async def _in_time(self, order: Coroutine[Any, Any, None]) -> None:
+        """Raise TimeoutError if an order takes longer than a probe may, without a lease: it waits for a commit."""
+        ordered = asyncio.ensure_future(order)
+        try:
+            while True:
+                leased = self.health.leased
+                done, _ = await asyncio.wait([ordered], timeout=self._supervision.probe_s)
+                if done:
+                    return await ordered
+                if not (leased or self.health.leased):
+                    raise TimeoutError(f"no answer within {self._supervision.probe_s:g} s")
+        finally:
+            ordered.cancel()
 
     # -------------------------------------------------------------------------------------------------------- life
 

@@ -227,5 +227,5 @@ class RoleWorkerGroup(WorkerGroup):
     async def _close_workers(self) -> list[Failed | None]:
         return []
 
-    def _kill(self) -> None:
+    async def _kill(self) -> None:
         """The workers belong to another group."""

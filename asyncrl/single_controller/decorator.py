@@ -141,7 +141,8 @@ def register(
 ) -> Callable[[F], F]:
     """Make a worker method (``def`` or ``async def``) a method of its group. The method itself is not changed.
 
-    A method with ``yield`` returns a :class:`~asyncrl.single_controller.streams.Stream` of its items.
+    A method with ``yield`` returns a :class:`~asyncrl.single_controller.streams.Stream` of its items. With
+    plain ``def`` no other synchronous method begins on its rank until the stream has ended or is closed.
 
         >>> from asyncrl import ClassWithInitArgs, Dispatch, Worker, register
         >>> from asyncrl.single_controller.local import LocalWorkerGroup

@@ -60,6 +60,12 @@ REPLY_WAIT_S = 0.02
 SIBLING_GRACE_S = 0.05
 """After the first failure of a call, how long its other ranks may run on: they often fail for the same reason."""
 
+DEATH_WAIT_S = 10.0
+"""How much longer a call that may be sent again waits for ranks that answer no cancellation: they may have died.
+
+The peers of a process report the broken connection before its death is known.
+"""
+
 _SENT: Any = object()
 """The result of a task that has sent its call, which is not finished by that."""
 
@@ -448,8 +454,14 @@ class Invocation:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SIBLING_GRACE_S):
                 await all_replied.wait()
+        failed = self._failures
         self._cancel_ranks()
-        failures = sorted(self._failures, key=operator.itemgetter(0))
+        if self._restarts is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DEATH_WAIT_S):
+                    await all_replied.wait()
+            failed += tuple(each for each in self._failures[len(failed) :] if isinstance(each[1], AttemptLost))
+        failures = sorted(failed, key=operator.itemgetter(0))
         errors = [self._error(rank, reply) for rank, reply in failures]
         failure = RankErrors.of(errors, call=self.outcome.label, ranks=len(self._values))
         died: list[int] = []

@@ -188,7 +188,7 @@ class LocalWorkerGroup(WorkerGroup):
     async def _close_workers(self) -> list[Failed | None]:
         return await asyncio.gather(*(host.close() for host in self._hosts))
 
-    def _kill(self) -> None:
+    async def _kill(self) -> None:
         self._finalizer()
 
 

@@ -248,8 +248,8 @@ class WorkerGroup(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def _kill(self) -> None:
-        """Free everything at once. Idempotent; from any thread."""
+    async def _kill(self) -> None:
+        """Kill the workers at once, and free everything. Idempotent."""
 
     def _can_send_from_caller(self) -> bool:
         """Whether calls may be sent in the caller's thread; otherwise they are sent on the controller loop."""
@@ -282,7 +282,7 @@ class WorkerGroup(ABC):
             self._raise_failures(range(self.world_size), await self._start(), what="start")
             self._restarts.begin()
         except BaseException:
-            self._kill()
+            await self._kill()
             raise
 
     def _raise_failures(self, ranks: Sequence[int], failures: Sequence[Failed | None], *, what: str) -> None:
@@ -346,7 +346,7 @@ class WorkerGroup(ABC):
             message = f"{label} took longer than {timeout_s:g} s; the workers were killed"
             raise DeadlineError(message, waiting_for=label, timeout_s=timeout_s) from None
         finally:
-            self._kill()
+            await self._kill()
 
     def __enter__(self) -> Self:
         self._ready.result()

@@ -121,10 +121,16 @@ class ModelTensors:
             raise WeightMismatchError(f"{what} has rank {adapter.rank} and alpha {adapter.alpha}: both are positive")
         found = {entry.name: entry for entry in manifest.tensors}
         adapted = sorted({name for entry in found if (name := adapted_module(entry))})
+        adaptable = self.adaptable
         for module in adapted:
             weight = self.live.get(self.owners.get(f"{module}.weight", ""))
             if weight is None or f"{module}.weight" not in self.linear:
                 raise WeightMismatchError(f"{what} is for another base: the model has no linear module {module}")
+            if module.rpartition(".")[2] not in adaptable:
+                raise WeightMismatchError(
+                    f"{what} adapts the output head {module}, beside which no engine computes an adapter: train it on "
+                    f"modules among {', '.join(adaptable)}"
+                )
             outputs, inputs = weight.shape
             for matrix, shape in (("A", (adapter.rank, inputs)), ("B", (outputs, adapter.rank))):
                 entry = found.pop(adapter_name(module, matrix), None)

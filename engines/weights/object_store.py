@@ -82,7 +82,7 @@ class ObjectStoreTransport(VersionedTransport[_Version]):
         if self._index is not None:
             try:
                 ray.get(self._index.add.remote(versions))
-            except ray.exceptions.RayActorError:
+            except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):  # the latter: killed for memory
                 versions |= self._held
             else:
                 return

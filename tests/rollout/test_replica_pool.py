@@ -417,6 +417,42 @@ def test_pauses(faulty_fleet: Any):
     virtually(story())
 
 
+def test_a_pause_waits_for_a_commit_however_long_that_may_take_and_not_for_an_engine_that_hangs(faulty_fleet: Any):
+    async def story() -> None:
+        fleet = faulty_fleet()
+        async with ReplicaPool({"a": fleet.factory("a")}, options=options()) as pool:
+            await collect(pool, request("first", 5))
+            engine, ordering, done = fleet["a"], asyncio.Lock(), list[str]()
+            commit, pause = engine.commit_weights, engine.pause
+
+            async def slow_commit(version: int, **given: Any) -> None:
+                async with ordering:
+                    await asyncio.sleep(1.5 * QUICK.probe_s)
+                    await commit(version, **given)
+                    done.append("commit")
+
+            async def pause_after_it() -> None:
+                async with ordering:
+                    await pause()
+                    done.append("pause")
+
+            engine.commit_weights, engine.pause = slow_commit, pause_after_it
+            publishing = asyncio.ensure_future(pool.publish(manifest(1)))
+            while not ordering.locked():
+                await asyncio.sleep(0.01)
+            await pool.pause("keep")
+            await publishing
+            assert done == ["commit", "pause"]
+            assert (serving(pool), pool.statistics().restarts) == ({"a": "healthy"}, 0)
+            await pool.resume()
+            async with ordering:
+                await pool.pause("keep")
+                await asyncio.sleep(60.0)
+                assert pool.statistics().restarts == 1
+
+    virtually(story())
+
+
 def test_one_that_takes_no_weights_in_a_pause_is_asked_again_after_it_and_not_made_again(faulty_fleet: Any):
     async def story() -> None:
         fleet = faulty_fleet()

@@ -96,6 +96,42 @@ def test_a_process_that_is_frozen_while_its_worker_is_constructed_is_ended(
     assert f"slow[0] (process {notes.read_text()} on" in caplog.text
 
 
+class SlowToPrepare(Sleeper):
+    def __init__(self, notes: str) -> None:
+        super().__init__()
+        self.notes = Path(notes)
+
+    def prepare(self) -> None:
+        self.notes.write_text(str(os.getpid()))
+        time.sleep(600)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_replacement_that_is_frozen_while_it_is_prepared_is_ended(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    from asyncrl.single_controller import ClassWithInitArgs
+    from asyncrl.single_controller.ray import RayResourcePool, RayWorkerGroup, backend
+
+    notes = tmp_path / "process"
+    monkeypatch.setattr(backend, "STARTING_NAMED_S", 1.0)
+    monkeypatch.setattr(backend, "START_S", 3.0)
+    init, restart = ClassWithInitArgs(SlowToPrepare, str(notes)), Restart(max_restarts=1, prepare="prepare")
+    group = RayWorkerGroup(RayResourcePool([1]), init, name="slow", restart=restart, liveness=Liveness.of(6.0))
+    try:
+        os.kill(group.process().result(60)[0], signal.SIGKILL)
+        while not (notes.exists() and notes.read_text()):
+            time.sleep(0.05)
+        os.kill(int(notes.read_text()), signal.SIGSTOP)
+        with pytest.raises(WorkerDiedError, match=r"rank 0 of slow|slow\[0\]"):
+            group.process().result(60)
+    finally:
+        group.shutdown()
+    assert f"slow[0] (process {notes.read_text()} on" in caplog.text
+
+
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_process_that_never_starts_is_named_and_given_up(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import ray
+import ray.exceptions
 import torch
 
 from asyncrl.data import DataProto, codec
@@ -165,7 +167,7 @@ def test_a_reply_that_an_interrupted_thread_gets_again_is_counted_once() -> None
     counted, handled = [], []
     group: Any = SimpleNamespace(_count_reply=lambda rank, keeping, *, small: counted.append(rank))
     invocation: Any = SimpleNamespace(handle_reply=lambda rank, *reply: handled.append(rank))
-    reply = RayReply(group, 1, None, ray.put(None), None, invocation)
+    reply = RayReply(group, 1, None, None, ray.put(None), None, invocation)
     for _ in range(2):
         reply(None)
     assert (counted, handled) == ([1], [1, 1])  # the invocation drops the second one itself
@@ -212,6 +214,31 @@ def test_an_object_of_an_actor_that_died_is_no_death_of_a_worker(group: RayWorke
     assert group.take(3).result(TIMEOUT_S) == ["int", "int"]
 
 
+def test_a_process_that_rays_memory_monitor_killed_has_died(group: RayWorkerGroup) -> None:
+    killed = ray.exceptions.OutOfMemoryError("1 worker(s) were killed due to the node running low on memory.\nDetails")
+    error = group._explain(1, "take", killed)
+    assert isinstance(error, WorkerDiedError)
+    assert str(error) == (
+        "the process of rank 1 of members died during take: "
+        "1 worker(s) were killed due to the node running low on memory."
+    )
+    of_an_argument = ray.exceptions.RayTaskError("take", "its traceback", killed)
+    for each in (of_an_argument, of_an_argument.as_instanceof_cause()):
+        assert not isinstance(group._explain(1, "take", each), WorkerDiedError)
+
+
+def test_a_process_that_was_out_of_reach_is_killed(group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, killed = list[Any](), list[object]()
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(group._restarts, "died", lambda *_: killed.append("died"))
+    pending = SimpleNamespace(_on_completed=watched.append)
+    handle = SimpleNamespace(wait_released=SimpleNamespace(remote=lambda: pending))
+    group._watch_actor(1, handle)
+    watched[0](ray.exceptions.ActorUnavailableError("its connection broke", None))
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), group._loop.loop).result(TIMEOUT_S)
+    assert killed == [handle, "died"]
+
+
 def test_a_bundle_is_used_by_one_group_only(group: RayWorkerGroup) -> None:
     second = RayWorkerGroup(group.resource_pool, RayClassWithInitArgs(Member))
     with pytest.raises(ResourceError, match="shared by 1 worker groups already"):
@@ -232,10 +259,13 @@ def test_options_that_would_not_be_used_are_refused() -> None:
         RayClassWithInitArgs(ray.remote(max_restarts=3)(Member))
 
 
-def test_what_others_hold_is_waited_for_with_a_deadline(group: RayWorkerGroup) -> None:
+def test_what_others_hold_is_waited_for_with_a_deadline(group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = RayResourcePool([8], placement_timeout_s=0.2)
+    release, on_loops = pool.release, list[object]()
+    monkeypatch.setattr(pool, "release", lambda: (on_loops.append(asyncio._get_running_loop()), release()))
     with pytest.raises(ResourceError, match=r"(?s)within 0\.2 s.*requested: 8 CPU.*available now: 6 CPU"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Member)).ready().result(TIMEOUT_S)
+    assert on_loops == [None], "it blocks while a placement group is pending"
 
 
 def test_a_process_that_dies_fails_its_calls_at_once_and_frees_its_bundles(group: RayWorkerGroup) -> None:
@@ -259,6 +289,18 @@ def test_a_process_that_dies_fails_its_calls_at_once_and_frees_its_bundles(group
         assert groups[0].wait(TIMEOUT_S)
     finally:
         everything_else.release()
+
+
+def test_a_batch_that_was_returned_outlives_its_worker_also_when_the_last_one_was_small() -> None:
+    group = RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Member), name="leaving")
+    assert len(group.echo(DataProto.from_dict({"x": torch.arange(2)})).result(TIMEOUT_S)) == 2
+    returned = group.echo(large())
+    assert group.sums(returned).result(TIMEOUT_S) == [131_072.0 * 6]
+    with pytest.raises(WorkerDiedError):
+        group.end().result(TIMEOUT_S)
+    time.sleep(2.5)  # Ray frees what a dead process owned a second later
+    assert len(returned.result(TIMEOUT_S)) == 4
+    group.shutdown()
 
 
 def test_leaving_the_process_is_a_death() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -14,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from asyncrl.data import DataProto
 from asyncrl.errors import ResourceError
 from asyncrl.single_controller import Dispatch, Worker, register
-from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, resource_pool
 from asyncrl.single_controller.ray.resource_pool import SubRayResourcePool, merge_resource_pool, split_resource_pool
 
 TIMEOUT_S = 100.0
@@ -53,6 +54,24 @@ def test_a_pool_is_split_into_consecutive_bundles() -> None:
 def test_parts_must_sum_up_to_the_pool(split_size: int | list[int]) -> None:
     with pytest.raises(ResourceError):
         split_resource_pool(RayResourcePool([4, 4]), split_size)
+
+
+def test_ranks_keep_their_bundles_when_a_node_dies_and_its_group_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    node_of = {"first": "node-2", "second": "node-3"}
+    pool = RayResourcePool([1, 2])
+    pool._groups = [SimpleNamespace(id=name) for name in node_of]  # type: ignore[misc]
+    nodes = [{"NodeID": f"node-{n}", "NodeManagerAddress": f"10.0.0.{n}"} for n in range(4)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(
+        resource_pool, "placement_group_table", lambda group: {"bundles_to_node_id": {0: node_of[group.id]}}
+    )
+
+    def bundles() -> list[tuple[object, int]]:
+        return [(each.group.id, each.bundle_index) for each in pool.placements()]
+
+    assert bundles() == [("first", 0), ("second", 0), ("second", 1)]
+    node_of["second"] = "node-1"
+    assert bundles() == [("first", 0), ("second", 0), ("second", 1)]
 
 
 def test_only_equal_bundles_are_merged() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -217,6 +219,38 @@ def test_other_failures_are_not_repeated(make: MakeGroup, tmp_path: Path, kind: 
     with pytest.raises(kind, match="for now"):
         group.flaky(1, kind).result(TIMEOUT_S)
     assert (tmp_path / f"first.{kind.__name__}.1").stat().st_size == 1
+
+
+class Peers(Worker):
+    """Rank 1 hangs, and answers nothing any more, when rank 0 has lost the connection to it."""
+
+    calls: ClassVar[Counter[int]] = Counter()
+    given_up: ClassVar[asyncio.Event]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True)
+    async def reduce(self) -> int:
+        Peers.calls[self.rank] += 1
+        if Peers.calls[self.rank] > 1:
+            return self.rank
+        if self.rank == 0:
+            raise ConnectionError("closed by peer")
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(TIMEOUT_S)
+        Peers.given_up.set()
+        await asyncio.sleep(TIMEOUT_S)
+        return -1
+
+
+async def test_a_death_counts_that_is_known_after_the_error_of_a_peer() -> None:
+    Peers.calls.clear()
+    Peers.given_up = asyncio.Event()
+    restart = Restart(backoff_s=0.0)
+    async with LocalWorkerGroup(ClassWithInitArgs(Peers), world_size=2, loop="current", restart=restart) as group:
+        reduced = group.reduce()
+        await Peers.given_up.wait()
+        group.kill(1)
+        assert await reduced == [0, 1]
+        assert group.statistics().restarts == 1
 
 
 async def test_workers_whose_replacements_die_with_another_are_replaced_again(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import logging
 import pickle
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, cast
@@ -144,20 +145,34 @@ class ActorHandles:
 
     @property
     def reachable(self) -> bool:
-        """Whether this program still controls the actors, and is connected to the cluster they were started on."""
-        return not self._released and not is_head_lost() and ray.is_initialized() and _node_id() == self._node
+        """Whether this program still controls the actors, and is connected to their cluster."""
+        return not self._released and self.connected
+
+    @property
+    def connected(self) -> bool:
+        """Whether this program is connected to the cluster on which the actors were started."""
+        return not is_head_lost() and ray.is_initialized() and _node_id() == self._node
 
     def free(self) -> None:
         """Kill the actors and release the pool. Idempotent; from any thread."""
+        if (pool := self.kill()) is not None:
+            pool.release()
+
+    def kill(self) -> RayResourcePool | None:
+        """Kill the actors; return the pool if its share is to be released now. Idempotent; from any thread."""
         with self._lock:
             handles, self.handles = self.handles, []
             pool, self.pool = self.pool, None
         if not self.reachable:
-            return
+            return None
         for handle in handles:
             ray.kill(handle)
-        if pool is not None:
-            pool.release()
+        return pool
+
+    def kill_one(self, handle: Handle) -> None:
+        """Kill an actor, if this program still controls it."""
+        if self.reachable:
+            ray.kill(handle)
 
     def release(self) -> None:
         """Leave the actors running; another program may control them."""
@@ -195,6 +210,7 @@ class RayReply:
 
     _group: RayWorkerGroup
     _rank: int
+    _handle: Handle
     _keeping: str | None
     ref: ray.ObjectRef[Any]
     _block: RayValue | None
@@ -213,7 +229,8 @@ class RayReply:
         if self._keeping is not None:
             small = isinstance(value, bytes)
             if type(value) is tuple and len(value) == 2 and isinstance(value[0], ReturnedBatch):
-                value, block = value[0], RayValue(value[1])
+                self._group._loop.notify(self._become_owner, *value)
+                return
             try:
                 value = decode_reply(value)
             except Exception as error:  # noqa: BLE001  raised here it would be lost, and the call would never end
@@ -222,6 +239,13 @@ class RayReply:
             self._counted = True
             self._group._count_reply(self._rank, self._keeping, small=small)
         self._invocation.handle_reply(self._rank, value, block)
+
+    def _become_owner(self, reply: ReturnedBatch, batch: ray.ObjectRef[Any]) -> None:
+        """Receive the reply again, once this process owns its batch: the worker does, and may die. On the loop."""
+        if self._block is None and self._group._actors.connected:
+            self.ref, owned = self._handle.owned_by_caller.remote(reply, batch)
+            self._block = RayValue(owned)
+            self.watch()
 
     def _lost(self, error: ray.exceptions.RayError) -> AttemptLost:
         if not is_death(error):
@@ -391,6 +415,8 @@ class RayWorkerGroup(WorkerGroup):
         self._nodes: list[str] = []
         self._locations_of: dict[int, ActorLocation] = {}
         self._silence = Silence(liveness) if liveness is not None else None
+        self._constructing: dict[int, Handle] = {}
+        """By rank, new workers that do not take calls yet."""
         self._contexts: list[WorkerContext] = []
         self._init: RayValue | None = None
         self._actors = ActorHandles()
@@ -418,28 +444,15 @@ class RayWorkerGroup(WorkerGroup):
         self._nodes = [location.address for location in locations]
         self._put_init()
         self._contexts = contexts_of(locations, group_name=self.name)
-        failures = await self._construct_watched(ranks, handles)
+        if self._silence is not None:
+            self._owner.spawn(partial(_ask_for_life, weakref.ref(self), self._silence), lambda _: None)
+        failures = await self._construct(ranks, handles)
         if self.detached:
             await self._save_state(handles)
             await in_ray_thread(partial(detached_groups.check_first, self.name, self._names[0]))
         for rank, handle in enumerate(handles):
             self._watch_actor(rank, handle)
         return failures
-
-    async def _construct_watched(self, ranks: Sequence[int], handles: Sequence[Handle]) -> list[Failed | None]:
-        """Begin to ask for life, with more patience until the workers are constructed: imports keep the lock."""
-        if self._silence is None:
-            return await self._construct(ranks, handles)
-        liveness = self._silence.liveness
-        named_s, ended_s = max(liveness.named_after_s, STARTING_NAMED_S), max(liveness.ended_after_s, START_S)
-        self._silence.liveness = replace(liveness, named_after_s=named_s, ended_after_s=ended_s)
-        self._owner.spawn(partial(_ask_for_life, weakref.ref(self), self._silence), lambda _: None)
-        try:
-            return await self._construct(ranks, handles, liveness)
-        finally:
-            self._silence.liveness = liveness
-            for rank in ranks:  # a ping that waits since then is not held against the shorter times
-                self._silence.answered(rank)
 
     def _put_init(self) -> None:
         init = self.cls_with_init
@@ -473,16 +486,19 @@ class RayWorkerGroup(WorkerGroup):
         await self._all("__init__", range(len(handles)), saved)
 
     async def _construct(
-        self, ranks: Sequence[int], handles: Sequence[Handle], liveness: Liveness | None = None
+        self, ranks: Sequence[int], handles: Sequence[Handle], *, prepare: str = ""
     ) -> list[Failed | None]:
+        """Construct workers, and prepare them."""
         variables = {str(name): str(value) for name, value in self._options.get("env_vars", {}).items()}
-        if liveness is None and self._silence is not None:
-            liveness = self._silence.liveness
-        calls = [
-            handle.construct.remote(self._init, self._contexts[rank], variables, liveness)
-            for rank, handle in zip(ranks, handles, strict=True)
-        ]
-        return await self._all("__init__", ranks, calls)
+        with self._patience(ranks, handles) as liveness:
+            calls = [
+                handle.construct.remote(self._init, self._contexts[rank], variables, liveness)
+                for rank, handle in zip(ranks, handles, strict=True)
+            ]
+            failures = await self._all("__init__", ranks, calls)
+            if prepare and not any(failures):
+                failures = await self._all(prepare, ranks, [handle.prepare.remote(prepare) for handle in handles])
+        return failures
 
     def _watch_actor(self, rank: int, handle: Handle) -> None:
         incarnation = self._restarts.incarnations[rank]
@@ -497,6 +513,9 @@ class RayWorkerGroup(WorkerGroup):
                 return
             error = group._explain(rank, "its lifetime", value)
             if isinstance(error, WorkerDiedError):
+                if isinstance(value, ray.exceptions.ActorUnavailableError):
+                    # It may live on, without the calls that were on their way: later ones would wait for their turn.
+                    group._loop.notify(group._actors.kill_one, handle)
                 group._loop.notify(group._restarts.died, rank, incarnation, error)
 
         handle.wait_released.remote()._on_completed(ended)
@@ -515,9 +534,7 @@ class RayWorkerGroup(WorkerGroup):
             for rank, location in zip(ranks, locations, strict=True):
                 self._nodes[rank] = location.address
                 self._locations_of[rank] = location
-            failures = await self._construct(ranks, handles)
-            if prepare and not any(failures):
-                failures = await self._all(prepare, ranks, [handle.prepare.remote(prepare) for handle in handles])
+            failures = await self._construct(ranks, handles, prepare=prepare)
         except BaseException:
             for handle in handles:
                 ray.kill(handle)
@@ -532,8 +549,6 @@ class RayWorkerGroup(WorkerGroup):
             await self._save_state(self._actors.handles)
         for rank, handle in zip(ranks, handles, strict=True):
             self._watch_actor(rank, handle)
-            if self._silence is not None:
-                self._silence.answered(rank)
         return failures
 
     # ------------------------------------------------------------------------------------------------------- liveness
@@ -555,9 +570,29 @@ class RayWorkerGroup(WorkerGroup):
             "environment or a tool that computes or waits without await)"
         )
 
+    @contextmanager
+    def _patience(self, ranks: Sequence[int], handles: Sequence[Handle]) -> Generator[Liveness | None]:
+        """Ask new workers for life with more patience while they are constructed: imports keep the lock."""
+        silence = self._silence
+        if silence is None:
+            yield None
+            return
+        liveness = silence.liveness
+        named_s, ended_s = max(liveness.named_after_s, STARTING_NAMED_S), max(liveness.ended_after_s, START_S)
+        silence.liveness = replace(liveness, named_after_s=named_s, ended_after_s=ended_s)
+        self._constructing = dict(zip(ranks, handles, strict=True))
+        for rank in ranks:  # nor is one of the process before held against the new one
+            silence.answered(rank)
+        try:
+            yield liveness
+        finally:
+            silence.liveness, self._constructing = liveness, {}
+            for rank in ranks:  # a ping that waits since then is not held against the shorter times
+                silence.answered(rank)
+
     def _ping(self, silence: Silence, named: set[int]) -> None:
         """Ask every rank that owes no answer; name those that have been silent, end those past the deadline."""
-        for rank, handle in enumerate(self._actors.handles):
+        for rank, handle in {**dict(enumerate(self._actors.handles)), **self._constructing}.items():
             if not silence.waits(rank):
                 silence.sent(rank, now_s=self._loop.now())
                 handle.ping.remote()._on_completed(partial(_answered, self._loop, silence, rank))
@@ -672,7 +707,7 @@ class RayWorkerGroup(WorkerGroup):
             raise DispatchError(f"an argument of {self.name}.{call.method} cannot be pickled: {error}") from error
         with self._count_lock:
             self._active_calls_of[rank] += 1
-        return RayReply(self, rank, call.method if call.keep_batch else None, reply, block, invocation)
+        return RayReply(self, rank, handle, call.method if call.keep_batch else None, reply, block, invocation)
 
     def _sent(self) -> None:
         self._encoder.forget()
@@ -787,5 +822,7 @@ class RayWorkerGroup(WorkerGroup):
 
         return await asyncio.gather(*(close(rank, handle) for rank, handle in enumerate(self._actors.handles)))
 
-    def _kill(self) -> None:
-        self._actors.free()
+    async def _kill(self) -> None:
+        pool = self._actors.kill()
+        if pool is not None:
+            await in_ray_thread(pool.release)  # blocks if it could not be placed

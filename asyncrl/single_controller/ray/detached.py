@@ -66,9 +66,6 @@ class DetachedPool(RayResourcePool):
     def acquire(self) -> list[PlacementGroup]:
         return list({placement.group.id: placement.group for placement in self._placed}.values())
 
-    def _placements(self) -> list[Placement]:
-        return self._placed
-
     def release(self) -> None:
         """Remove the placement groups that no other detached group uses."""
         free((group_id(each) for each in self.acquire()), group=self._group)

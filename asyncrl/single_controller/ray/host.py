@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 
 from asyncrl.errors import InfrastructureError, SchemaError
-from asyncrl.single_controller.call import Arguments, Call, Failed, Reply, shapes_of
+from asyncrl.single_controller.call import Arguments, Call, Failed, Reply, ReturnedBatch, shapes_of
 from asyncrl.single_controller.children import children
 from asyncrl.single_controller.host import WorkerHost
 from asyncrl.single_controller.liveness import Liveness
@@ -103,6 +103,11 @@ class RayHost:
             return portable(reply)
         small, batch = _encoded(reply, call)
         return small if batch is None else (small, ray.put(batch))
+
+    @ray.method(num_returns=2)
+    async def owned_by_caller(self, reply: ReturnedBatch, batch: DataProto) -> tuple[ReturnedBatch, DataProto]:
+        """Return a batch that :meth:`call` has put into the store, as an object that outlives this process."""
+        return reply, batch
 
     @ray.method(num_returns=2)
     async def call_keeping_batch(self, message: Message, *values: Any) -> tuple[Reply, DataProto | None]:

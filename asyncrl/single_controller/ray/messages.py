@@ -222,6 +222,7 @@ _DEATHS = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,
     ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,  # Ray's memory monitor killed it
     ray.exceptions.ActorUnschedulableError,
     ray.exceptions.ActorPlacementGroupRemoved,
 )

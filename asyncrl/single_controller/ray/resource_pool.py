@@ -97,6 +97,8 @@ class RayResourcePool(ResourcePool):
         self._lock = threading.Lock()
         self._groups: list[PlacementGroup] = []
         self._users: list[int] = []
+        self._placed: list[Placement] = []
+        """By rank, fixed when the groups were first seen placed: Ray moves a group whose node dies."""
         self._kept = False
 
     @property
@@ -161,17 +163,24 @@ class RayResourcePool(ResourcePool):
     def placements(self) -> list[Placement]:
         """Return the bundle of each rank, between :meth:`acquire` and :meth:`release`, once the groups are placed.
 
-        Blocks for some milliseconds if there are several placement groups: it queries the cluster.
+        The first time it blocks for some milliseconds if there are several placement groups: it queries the cluster.
         """
         return [each for pool, ranks in self._parts() for each in pool._placements()[ranks.start : ranks.stop]]
 
     def _placements(self) -> list[Placement]:
-        pairs = list(zip(self._groups, self.process_on_nodes, strict=True))
+        if self._placed:
+            return self._placed
+        groups = self._groups
+        pairs = list(zip(groups, self.process_on_nodes, strict=True))
         if len(pairs) > 1:
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             nodes = {group.id: placement_group_table(group)["bundles_to_node_id"][0] for group, _ in pairs}
             pairs.sort(key=lambda pair: addresses.get(nodes[pair[0].id], ""))
-        return [Placement(group, index) for group, count in pairs for index in range(count)]
+        placed = [Placement(group, index) for group, count in pairs for index in range(count)]
+        with self._lock:
+            if self._groups is groups:  # not released meanwhile
+                self._placed = placed
+        return placed
 
     def get_placement_groups(self) -> list[PlacementGroup]:
         """Wait until the groups are placed, and return them for actors of the program's own; they stay until it ends.
@@ -226,7 +235,9 @@ class RayResourcePool(ResourcePool):
         with self._lock:
             self._users = [count - (rank in ranks) for rank, count in enumerate(self._users)]
             free = not any(self._users) and not self._kept
-            groups, self._groups = (self._groups, []) if free else ([], self._groups)
+            groups = self._groups if free else []
+            if free:
+                self._groups, self._placed = [], []
         for group in groups:
             _remove(group)
 

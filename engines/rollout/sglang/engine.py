@@ -504,7 +504,14 @@ class SGLangEngine:
         self._count_busy()
         await sglang.freeze("in_place")
         await sglang.wait_carried_out()
+        self._end_aborted()
         self._notify()
+
+    def _end_aborted(self) -> None:
+        """End the requests that are being aborted: SGLang ends them a step later, and takes none while it is frozen."""
+        for held in self._held.values():
+            if held.aborted:
+                held.end_here()
 
     async def resume(self) -> None:
         sglang = self._serving()
@@ -536,6 +543,7 @@ class SGLangEngine:
             await sglang.wait_carried_out()  # the order to drop them has arrived
             await sglang.wait_carried_out()  # and a step has passed, which drops them
             await sglang.freeze("retract")
+            self._end_aborted()
             await sglang.release_memory()
 
     async def wake(self) -> None:

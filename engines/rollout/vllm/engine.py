@@ -423,7 +423,6 @@ class VLLMEngine:
 
     async def resume(self) -> None:
         await self._set_paused(False)
-        self._admit()
 
     async def _set_paused(self, paused: bool) -> None:
         started = self._running()
@@ -437,6 +436,7 @@ class VLLMEngine:
                     await started.llm.pause_generation(mode="keep", clear_cache=False)
                 else:
                     await started.llm.resume_generation()
+                    self._admit()
 
         await self._shield(follow(), started)
 
@@ -449,7 +449,6 @@ class VLLMEngine:
 
     async def wake(self) -> None:
         await self._set_asleep(False)
-        self._admit()
 
     async def _set_asleep(self, asleep: bool) -> None:
         started = self._running()
@@ -465,6 +464,7 @@ class VLLMEngine:
                     if queue.paused:  # vLLM resumes as it wakes up
                         await llm.pause_generation(mode="keep", clear_cache=False)
                     queue.asleep = False
+                    self._admit()
 
         await self._shield(follow(), started)
 

@@ -223,6 +223,12 @@ def renamed(base: Any, old: str, new: str) -> dict[str, torch.Tensor]:
     return {name.replace(old, new): tensor for name, tensor in adapter_of(base, 1).items()}
 
 
+def with_head(base: Any) -> dict[str, torch.Tensor]:
+    outputs, inputs = base.lm_head.weight.shape
+    head = {"A": torch.ones(RANK, inputs), "B": torch.ones(outputs, RANK)}
+    return adapter_of(base, 1) | {f"base_model.model.lm_head.lora_{name}.weight": each for name, each in head.items()}
+
+
 FAULTS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "another rank": ("an adapter of rank 4 has", lambda base: {"rank": 4}),
     "a rank above the most": ("has rank 9; the engine takes 8", lambda base: {"rank": 9}),
@@ -239,6 +245,10 @@ FAULTS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "a module of another model": (
         "is for another base: the model has no linear module",
         lambda base: {"tensors": renamed(base, "q_proj", "qkv_proj")},
+    ),
+    "the output head": (
+        "adapts the output head lm_head, .*: train it on modules among down_proj, ",
+        lambda base: {"tensors": with_head(base)},
     ),
     "tensors of no adapter": ("belong to no adapter: bias", lambda base: {"tensors": {"bias": torch.ones(2)}}),
     "a base of other shapes": (

@@ -77,6 +77,9 @@ class FakeSGLang:
     async def wait_carried_out(self) -> None:
         pass
 
+    async def release_memory(self) -> None:
+        pass
+
     async def thaw(self) -> None:
         await self._order("thaw")
         self.frozen = False
@@ -177,6 +180,23 @@ async def test_a_commit_does_not_restart_an_aborted_request(request_of: RequestO
     async with asyncio.timeout(5):
         got: Generation = await queued
     assert (got.finish_reason, got.token_ids) == ("abort", ())
+
+
+@pytest.mark.parametrize("order", ["pause", "sleep"])
+@pytest.mark.usefixtures("plain_orders")
+async def test_what_stops_after_an_abort_leaves_no_request_waiting(
+    request_of: RequestOf, collect: Collect, order: str
+) -> None:
+    engine, sglang = await made(sleep_mode=True)
+    running = asyncio.ensure_future(collect(engine, request_of("running", [1], 4)))
+    await settled()
+    engine._held["running"].row.append(1, -1.0, 0)
+    assert await engine.abort("running")
+    assert sglang.aborted == ["0."], "ordered, and it takes another step"
+    await getattr(engine, order)()
+    async with asyncio.timeout(5):
+        got: Generation = await running
+    assert (got.finish_reason, got.token_ids) == ("abort", (1,))
 
 
 @pytest.mark.usefixtures("plain_orders")

@@ -32,6 +32,12 @@ class FakeLLM:
     async def resume_generation(self) -> None:
         await self._order(stopped=False)
 
+    async def sleep(self, *, level: int, mode: str) -> None:
+        await self._order(stopped=True)
+
+    async def wake_up(self) -> None:
+        await self._order(stopped=False)
+
     async def abort(self, request_ids: list[str], *, internal: bool) -> None:
         assert (request_ids, internal) == ([], True)
 
@@ -55,8 +61,15 @@ class FakeUpdates:
         self.loaded_while_stopped.append(self.llm.stopped)
 
 
+class Waiting:
+    """A request that waits for its admission."""
+
+    def __init__(self) -> None:
+        self.admission: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+
 def made() -> tuple[VLLMEngine, FakeLLM, FakeUpdates]:
-    engine, llm = VLLMEngine("model"), FakeLLM()
+    engine, llm = VLLMEngine("model", sleep_mode=True), FakeLLM()
     updates = FakeUpdates(llm)
     parts: Any = (SimpleNamespace(llm=llm), updates)
     engine._started, engine._updates = parts
@@ -85,6 +98,18 @@ async def test_after_a_cancelled_resume_a_pause_stops_and_a_commit_loads_into_a_
     await engine.commit_weights(1)
     assert updates.loaded_while_stopped == [True]
     assert llm.stopped, "it stays paused"
+
+
+@pytest.mark.parametrize(("stop", "go_on"), [("pause", "resume"), ("sleep", "wake")])
+async def test_what_waits_begins_also_after_a_cancelled_resume_or_wake(stop: str, go_on: str) -> None:
+    engine, llm, _ = made()
+    await getattr(engine, stop)()
+    held: Any = Waiting()
+    engine._queue.arrive(held, probe=False)
+    engine._admit()
+    assert not held.admission.done()
+    await cancelled_before_the_answer(llm, getattr(engine, go_on)())
+    assert held.admission.result()
 
 
 async def test_after_a_cancelled_pause_a_resume_goes_on() -> None:

@@ -55,7 +55,7 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
 
 def _forked() -> list[int]:
     """Return the children of this process that have not begun a program of their own."""
-    own, found = Path("/proc/self/cmdline").read_bytes(), []
+    own, found = Path("/proc/self/cmdline").read_bytes(), list[int]()
     for pid in _children(os.getpid()):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_bytes() == own:

@@ -55,12 +55,15 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
 
 def _forked() -> list[int]:
     """Return the children of this process that have not begun a program of their own."""
-    own, found = Path("/proc/self/cmdline").read_bytes(), list[int]()
-    for pid in _children(os.getpid()):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes() == own:
-                found.append(pid)
-    return found
+    own = _command_line(os.getpid())
+    return [pid for pid in _children(os.getpid()) if _command_line(pid) == own]
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _children(pid: int) -> list[int]:

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -29,6 +30,27 @@ from engines.training.scratch import make_scratch_tokenizer
 USER_KEY, OTHER_KEY, OPERATOR_KEY = "user-key-0123456789", "other-key-0123456789", "operator-key-0123456789"
 USERS = KeyRing({"alice": USER_KEY, "bob": OTHER_KEY})
 OPERATORS = KeyRing({"olga": OPERATOR_KEY})
+
+
+@pytest.fixture
+def watch_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, bool]]:
+    """Returns, for functions given by owner and name, whether the last call of each was in the event loop's thread."""
+
+    def watch(*functions: tuple[Any, str]) -> dict[str, bool]:
+        on_the_loop: dict[str, bool] = {}
+
+        def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                on_the_loop[name] = threading.current_thread() is threading.main_thread()
+                return work(*arguments, **options)
+
+            return call
+
+        for owner, name in functions:
+            monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
+        return on_the_loop
+
+    return watch
 
 
 @pytest.fixture(scope="session")

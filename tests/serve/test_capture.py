@@ -75,20 +75,9 @@ async def test_rewarded_sessions_reach_a_replay_buffer(serve):
         await served.get("/sessions/s1", status=404)
 
 
-async def test_what_grows_with_a_rewarded_session_is_done_in_a_thread(serve, monkeypatch):
-    on_the_loop: dict[str, bool] = {}
-
-    def watch(owner, name):
-        work = getattr(owner, name)
-
-        def watched(*arguments, **options):
-            on_the_loop[name] = threading.current_thread() is threading.main_thread()
-            return work(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, watched)
-
-    for owner, name in ((Session, "trajectory"), (sessions.pickle, "dumps"), (sessions, "trajectories_to_batch")):
-        watch(owner, name)
+async def test_what_grows_with_a_rewarded_session_is_done_in_a_thread(serve, watch_threads):
+    made = (sessions, "trajectories_to_batch")
+    on_the_loop = watch_threads((Session, "trajectory"), (sessions.pickle, "dumps"), made)
     async with serve(lambda prompt: [7, 8], capture=BufferSink(buffer())) as served:
         for number in (0, 1):
             await sample(served, f"s{number}")

@@ -204,19 +204,8 @@ async def test_completions_of_text_and_of_ids(serve, text):
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == answer["choices"][0]["text"]
 
 
-async def test_what_grows_with_a_long_body_is_done_in_a_thread(serve, monkeypatch):
-    on_the_loop: dict[str, bool] = {}
-
-    def watch(owner, name):
-        work = getattr(owner, name)
-
-        def watched(*arguments, **options):
-            on_the_loop[name] = threading.current_thread() is threading.main_thread()
-            return work(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, watched)
-
-    for owner, name in (
+async def test_what_grows_with_a_long_body_is_done_in_a_thread(serve, watch_threads):
+    on_the_loop = watch_threads(
         (ModelText, "encode"),
         (ModelText, "decode"),
         (ModelText, "piece"),
@@ -224,8 +213,7 @@ async def test_what_grows_with_a_long_body_is_done_in_a_thread(serve, monkeypatc
         (openai, "tool_call"),
         (openai, "token_log_probs"),
         (openai, "_log_probs"),
-    ):
-        watch(owner, name)
+    )
     long, fields = "it again " * 3000, {f"property {n}": {"type": "string"} for n in range(999)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": fields}}}
     call = {"function": {"name": "f", "arguments": json.dumps({"text": long})}}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,20 @@ def test_whatever_is_killed_nothing_is_lost_repeated_or_made_up():
     assert done.returncode == 0
 
 
-def test_a_kill_beside_the_one_that_ended_the_life_is_witnessed_in_either_order(tmp_path):
+def printed(program: str, *arguments: object) -> Any:
+    """Run a program that imports benchmarks; return the JSON that it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("before", ["", "[ 9.9 s] the process of rank 0 of trainer died during its lifetime"])
+def test_a_kill_beside_the_one_that_ended_the_life_is_witnessed_in_either_order(tmp_path, before):
     program = """
 import json, sys, time
 from pathlib import Path
@@ -43,7 +57,7 @@ import chaos
 
 run = object.__new__(chaos.HurtRun)  # without a life of its own: only what it said is looked at
 run.folder, run.output, run.lives = Path(sys.argv[1]), Path(sys.argv[1]) / "output.txt", 2
-run.output.write_text("error: WorkerDiedError: the process of rank 0 of trainer died during __init__")
+run.output.write_text(sys.argv[2] + "\\nerror: WorkerDiedError: the process of rank 0 of trainer died during __init__")
 found = []
 for seconds in (0.7, -0.7, -7.0, 7.0, -17.0):
     now = time.monotonic()
@@ -58,15 +72,8 @@ for seconds in (0.7, -0.7, -7.0, 7.0, -17.0):
     found.append(run.unwitnessed())
 print(json.dumps(found))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
-    )
     missing = [f"{tmp_path.name}: the death of rollout-0 (11) left no witness"]
-    assert json.loads(done.stdout) == [[]] * 6 + [missing] * 4
+    assert printed(program, tmp_path, before) == [[]] * 6 + [missing] * 4
 
 
 def test_a_stop_that_nobody_names_counts_unless_its_life_or_a_named_stop_ended_the_process(tmp_path):
@@ -100,15 +107,8 @@ for gone, passed, run.driver in ((11, 5, 1), (12, 1, 1), (13, 1, 1), (14, 20, 1)
     found.append([kill.pid for kill in run.campaign.kills])
 print(json.dumps([*found, [kill.pid for kill in run.kills if freezes.late(kill)]]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
-    )
     every, but_scoring = [11, 12, 13, 14], [11, 12, 14]
-    assert json.loads(done.stdout) == [every, every, but_scoring, but_scoring, [11, 12], [11]]
+    assert printed(program, tmp_path) == [every, every, but_scoring, but_scoring, [11, 12], [11]]
 
 
 @pytest.mark.ray

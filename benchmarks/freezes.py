@@ -65,6 +65,8 @@ class FrozenRun(chaos.HurtRun):
 
     def _ended_first(self, stop: chaos.Kill, gone: float) -> bool:
         """Whether its process ended with its life, or with one whose stop was named: above it, or of the same group."""
+        if gone - stop.at > NAMED_WITHIN_S:  # it was to be named before
+            return False
         if gone >= self._ends.get(stop.lives, math.inf) - chaos.END_S:
             return True
         named = [other for other in self.kills if other.witness and other.lives == stop.lives]

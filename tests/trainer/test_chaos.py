@@ -90,25 +90,26 @@ run.driver, run._looked, run._gone, run._ends, run._ledger, run._step = 1, 0.0, 
 run.output.write_text("process 12 of reward has not answered for 15 s")
 now = 1e6
 freezes.time.monotonic = lambda: now
-living = {11, 12, 13, 14}
+living = {11, 12, 13, 14, 15}
 freezes.chaos.processes = lambda: dict.fromkeys(living)
 run.kills = [
     chaos.Kill("rollout", 11, "rollout-0", now, {}, lives=1),
     chaos.Kill("reward", 12, "reward", now, {}, lives=1),
     chaos.Kill("scoring", 13, "scoring process 13", now, {}, lives=1, teller=12),
     chaos.Kill("trainer", 14, "trainer", now, {}, lives=1),
+    chaos.Kill("buffer", 15, "buffer", now, {}, lives=1),
 ]
 run.campaign.kills = list(run.kills)
 found = []
-for gone, passed, run.driver in ((11, 5, 1), (12, 1, 1), (13, 1, 1), (14, 20, 1), (0, 5, 0)):
+for gone, passed, run.driver in ((11, 5, 1), (12, 1, 1), (13, 1, 1), (14, 20, 1), (15, 5, 0)):
     living.discard(gone)
     now += passed
     run.look()
     found.append([kill.pid for kill in run.campaign.kills])
 print(json.dumps([*found, [kill.pid for kill in run.kills if freezes.late(kill)]]))
 """
-    every, but_scoring = [11, 12, 13, 14], [11, 12, 14]
-    assert printed(program, tmp_path) == [every, every, but_scoring, but_scoring, [11, 12], [11]]
+    every, but_scoring = [11, 12, 13, 14, 15], [11, 12, 14, 15]
+    assert printed(program, tmp_path) == [every, every, but_scoring, but_scoring, [11, 12, 15], [11, 15]]
 
 
 @pytest.mark.ray

@@ -356,7 +356,7 @@ async def test_a_commit_in_a_pause_restarts_what_is_queued(
     before = await served.sampled()
     kept = asyncio.ensure_future(collect(engine, request_of("kept", [1, 2, 3], 240)))
     await served.reaches(before + 8)
-    crowd = [asyncio.ensure_future(collect(engine, request_of(f"crowd {n}", [n + 1], 60))) for n in range(24)]
+    crowd = [asyncio.ensure_future(collect(engine, request_of(f"crowd {n}", [n + 1], 200))) for n in range(24)]
     await served.reaches(await served.sampled() + 40)  # twelve at a time: half of them are queued in SGLang
     await engine.pause()
     later = asyncio.ensure_future(collect(engine, request_of("later", [9], 5)))
@@ -367,7 +367,7 @@ async def test_a_commit_in_a_pause_restarts_what_is_queued(
     async with asyncio.timeout(WAIT_S):
         done: list[Generation] = await asyncio.gather(kept, *crowd, later)
     ends = [(len(one.token_ids), one.finish_reason) for one in done]
-    assert ends == [(240, "length"), *[(60, "length")] * 24, (5, "length")]
+    assert ends == [(240, "length"), *[(200, "length")] * 24, (5, "length")]
     assert sum({*one.weight_versions} == {version} for one in done) >= 12
 
 

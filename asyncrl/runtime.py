@@ -590,9 +590,9 @@ class BackgroundProgram(Generic[_T]):
         watch = _Watch(self._program)
         try:
             _watches.add(watch)
-            if not _handlers_before:
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    _handlers_before[number] = signal.signal(number, _take)
+            for number in (signal.SIGINT, signal.SIGTERM):  # another may have been set since (a notebook's, by cell)
+                if signal.getsignal(number) is not _take:
+                    _handlers_before.setdefault(number, signal.signal(number, _take))
             yield lambda: watch.interrupts
         finally:
             _watches.discard(watch)
@@ -670,8 +670,36 @@ async def in_own_thread(function: Callable[_P, _T], /, *arguments: _P.args, **ke
     """As :func:`in_thread`, at once, however many threads are busy: a deadline of the call is the function's alone.
 
     The thread of a cancelled call is left behind, as by :func:`in_abandonable_thread`.
+
+    Raises:
+        RuntimeError: very many calls that were cancelled still run.
     """
-    return await in_abandonable_thread(lambda: _call(function, *arguments, **keywords))
+    name = getattr(function, "__qualname__", repr(function))
+    if len(_left_behind) >= _MOST_LEFT_BEHIND:
+        raise RuntimeError(f"{len(_left_behind)} calls that were given up still run, some of {name}; it is not called")
+    ended = threading.Event()
+
+    def call() -> _T:
+        try:
+            return _call(function, *arguments, **keywords)
+        finally:
+            ended.set()
+            _left_behind.discard(ended)
+
+    try:
+        return await in_abandonable_thread(call)
+    except asyncio.CancelledError:
+        if not ended.is_set():
+            _left_behind.add(ended)
+            if len(_left_behind) in (1, 10, 100):
+                _log.warning("a call of %s was given up and still runs, as do %d others", name, len(_left_behind) - 1)
+        if ended.is_set():
+            _left_behind.discard(ended)
+        raise
+
+
+_MOST_LEFT_BEHIND = 1000
+_left_behind: set[threading.Event] = set()
 
 
 def _call(function: Callable[_P, _T], /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:

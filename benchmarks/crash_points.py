@@ -478,6 +478,8 @@ def main() -> None:
         total = expected["points"]
         chosen = sorted({1 + number * total // options.points for number in range(min(options.points, total))})
         chosen = [options.only] if options.only else chosen
+        if not 1 <= chosen[0] <= total:
+            sys.exit(f"--only {options.only}: the run has {total} points")
         found = in_parallel(
             options.jobs,
             root,

@@ -329,7 +329,7 @@ def main() -> int:
         print(json.dumps({"figures": figures, "left": left}))
     else:
         print(figures)
-    return 0
+    return 0 if figures["holds"] else 1
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl import runtime
 from asyncrl.errors import EngineError
 from asyncrl.runtime import (
     BackgroundProgram,
@@ -301,6 +302,54 @@ async def test_a_signal_reaches_every_program_that_is_joined_and_none_afterwards
         for program in programs:
             program.cancel()
         signal.signal(number, before)
+
+
+async def test_calls_that_were_given_up_have_a_bound(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(runtime, "_MOST_LEFT_BEHIND", 2)
+    may_end = threading.Event()
+
+    def hangs() -> None:
+        may_end.wait(10)
+
+    try:
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await in_own_thread(hangs)
+        assert "hangs was given up and still runs" in caplog.text
+        with pytest.raises(RuntimeError, match=r"2 calls that were given up still run, some of .*hangs"):
+            await in_own_thread(hangs)
+    finally:
+        may_end.set()
+    while runtime._left_behind:
+        await asyncio.sleep(0.01)
+    assert await in_own_thread(str, 5) == "5"
+
+
+async def test_a_second_wait_takes_signals_although_something_else_has_taken_them_since():
+    before = signal.getsignal(signal.SIGINT)
+    programs = [BackgroundProgram(asyncio.Event().wait()).start() for _ in range(2)]
+
+    async def joined(program: BackgroundProgram[Any]) -> str:
+        try:
+            await program.join(10)
+        except KeyboardInterrupt:
+            return "ended"
+        return ""
+
+    try:
+        joins = [asyncio.ensure_future(joined(programs[0]))]
+        await asyncio.sleep(0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as a notebook does before each cell
+        joins.append(asyncio.ensure_future(joined(programs[1])))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await asyncio.gather(*joins) == ["ended", "ended"]
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        for program in programs:
+            program.cancel()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_of_several_errors_asyncrls_own_is_raised():

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -42,6 +43,7 @@ from asyncrl.sandboxes.pool import SandboxPool
 from asyncrl.serve.agents import MODEL_NAME, AgentSession
 from asyncrl.single_controller.children import children
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _KEY = "env.options"
 _INHERITED = ("LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TZ", "USER")
@@ -344,7 +346,7 @@ class CommandEnvironment:
         self._judge = judge
 
     async def run_agent(self, task: Task, policy: EpisodePolicy) -> Trajectory:
-        async with self._factory.running:
+        async with self._factory.turn():
             messages = await self._asked("reset", self._judge.reset(task))
             async with self._factory.place() as place:
                 return await self._run(task, messages, policy, place)
@@ -604,7 +606,7 @@ class CommandFactory:
             the task and to judge the last message.
         output_bytes: of each of its two outputs.
         concurrency: episodes at a time in one rollout worker, by default four for each core of the machine; further
-            ones wait, and no deadline of this environment has begun.
+            ones wait: no deadline of this environment has begun, but ``rollout.deadline_s`` has.
         sandbox: limits of a sandbox of this machine in which it runs, and what judges it
             (:class:`~asyncrl.sandboxes.contract.SandboxLimits`), perhaps with ``require_isolation``. The program then
             reaches its session, and nothing else. An empty table takes the defaults; None runs it as this user.
@@ -644,8 +646,8 @@ class CommandFactory:
                 raise ConfigError(f"{name} is {limit}", path=f"{_KEY}.{name}", remedy="a positive number")
         if concurrency is None:
             concurrency = _PER_CORE * (os.cpu_count() or 1)
-        if concurrency < 1:
-            raise ConfigError(f"concurrency is {concurrency}", path=f"{_KEY}.concurrency", remedy="1 or more")
+        if not isinstance(concurrency, int) or concurrency < 1:
+            raise ConfigError(f"concurrency is {concurrency!r}", path=f"{_KEY}.concurrency", remedy="1 or more")
         if copy is not None and not Path(copy).is_dir():
             raise ConfigError(f"copy = {copy!r}: no such folder", path=f"{_KEY}.copy", remedy="check the path")
         self.command = _absolute(command)
@@ -654,7 +656,8 @@ class CommandFactory:
         self.copy = Path(copy).absolute() if copy is not None else None
         self.enforce_forms = enforce_forms
         self.limits = _Limits(deadline_s=deadline_s, output_bytes=output_bytes)
-        self.running = asyncio.Semaphore(concurrency)
+        self._running = asyncio.Semaphore(concurrency)
+        self._is_late = False
         self._concurrency = concurrency
         self._env = dict(env or {})
         self._sandboxes: SandboxPool | None = None
@@ -706,6 +709,28 @@ class CommandFactory:
         return {"ASYNCRL_TASK_FILE": f"{folder}/task.json"} | {
             name: filled(value, names, option="env") for name, value in self._env.items()
         }
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncGenerator[None, None]:
+        """Be one of the episodes that go on at a time; the first that waits for long is warned of."""
+        what = f"one of {_KEY}.concurrency = {self._concurrency} programs at a time"
+        warning = asyncio.get_running_loop().call_later(self.limits.deadline_s, self._warn, what)
+        try:
+            await self._running.acquire()
+        except asyncio.CancelledError as error:
+            raise asyncio.CancelledError(f"it waited to be {what}") from error
+        finally:
+            warning.cancel()
+        try:
+            yield
+        finally:
+            self._running.release()
+
+    def _warn(self, what: str) -> None:
+        if not self._is_late:
+            self._is_late = True
+            text = "an episode has waited for %g s to be %s: rollout.deadline_s ends it if there are too few"
+            _log.warning(text, self.limits.deadline_s, what)
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncGenerator[_Machine | _Sandboxed, None]:

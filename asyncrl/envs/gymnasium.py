@@ -7,6 +7,7 @@ task is a seed, the splits have different ones, and an episode ends when the env
 from __future__ import annotations
 
 import importlib
+import logging
 import random
 import re
 import threading
@@ -16,13 +17,16 @@ from typing import Any, Literal, TypeVar
 from asyncrl.envs.calculator import question_messages
 from asyncrl.errors import ConfigError, EnvironmentFailure
 from asyncrl.interfaces import Message, Step, Task, Tool
-from asyncrl.runtime import in_thread
+from asyncrl.runtime import in_own_thread
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 _INTEGER = re.compile(r"-?\d+")
 _LONGEST_DEMONSTRATION = 8
+_STEP_ENDS_S = 10.0
+"""Time for a step that was given up to end before its environment is closed beside it."""
 
 
 class Actions:
@@ -124,19 +128,20 @@ class GymnasiumEnvironment:
         self._invalid_reward = invalid_reward
         self._mistakes = 0
         self._busy = threading.Lock()
-        self._to_close = self._closed = False
+        self._open = threading.Lock()  # taken by who closes, and never given back
+        self._to_close = False
         spec = environment.spec
         self.deterministic = spec is not None and not spec.nondeterministic
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        return await in_thread(self._alone, self.reset_here, int(task["seed"]))
+        return await in_own_thread(self._alone, self.reset_here, int(task["seed"]))
 
     async def step(self, reply: Message) -> Step:
-        return await in_thread(self._alone, self.step_here, str(reply.get("content") or ""))
+        return await in_own_thread(self._alone, self.step_here, str(reply.get("content") or ""))
 
     async def close(self) -> None:
         self._to_close = True
-        await in_thread(self._close_unless_busy)
+        await in_own_thread(self._close, _STEP_ENDS_S)
 
     def _alone(self, call: Callable[[_T], _R], given: _T) -> _R:
         try:
@@ -144,17 +149,19 @@ class GymnasiumEnvironment:
                 return call(given)
         finally:
             if self._to_close:
-                self._close_unless_busy()
+                self._close(0.0)
 
-    def _close_unless_busy(self) -> None:
-        if not self._busy.acquire(blocking=False):
-            return  # the call that runs does it at its end
+    def _close(self, wait_s: float) -> None:
+        """Close once, after the call that runs; beside it, if it takes longer than ``wait_s``, unless that is 0."""
+        alone = self._busy.acquire(timeout=wait_s)
         try:
-            if not self._closed:
-                self._closed = True
+            if (alone or wait_s) and self._open.acquire(blocking=False):
+                if not alone:
+                    _log.warning("%s is closed while a step of it still runs", self._environment)
                 self._environment.close()
         finally:
-            self._busy.release()
+            if alone:
+                self._busy.release()
 
     def reset_here(self, seed: int) -> list[Message]:
         """Begin, in this thread."""

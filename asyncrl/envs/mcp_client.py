@@ -320,7 +320,7 @@ class MCPServer:
                 async for _ in received:
                     break
         except OSError as error:
-            raise EnvironmentFailure(f"MCP server {self.name!r} failed: {error or 'no answer'}") from error
+            raise EnvironmentFailure(f"MCP server {self.name!r} failed: {str(error) or 'no answer'}") from error
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

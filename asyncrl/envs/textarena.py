@@ -27,7 +27,7 @@ from asyncrl.plugins import Part
 from asyncrl.rewards.scoring import load_function
 from asyncrl.rollout.episode import EpisodePolicy, Players
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.runtime import in_thread
+from asyncrl.runtime import in_own_thread
 
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _MOST_MOVES = 10_000
@@ -90,7 +90,7 @@ class _Game:
                     self._states = _states()
                     _set_states(before)
 
-        return await in_thread(locked)
+        return await in_own_thread(locked)
 
 
 class TextArenaEnvironment:
@@ -133,7 +133,7 @@ class TextArenaEnvironment:
             player, text = await self._game.observation()
             if player == self._player:
                 return text
-            move = await in_thread(self._opponent, text, draw=self._draw)
+            move = await in_own_thread(self._opponent, text, draw=self._draw)
             if await self._game.move(str(await move if inspect.isawaitable(move) else move)):
                 return None
         raise EnvironmentFailure(f"the others have moved {_MOST_MOVES} times, and player {self._player} has no turn")

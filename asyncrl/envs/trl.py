@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError, EnvironmentFailure
 from asyncrl.interfaces import Message, Step, Task, Tool
 from asyncrl.plugins import Part
 from asyncrl.rewards.scoring import load_function
-from asyncrl.runtime import in_thread
+from asyncrl.runtime import in_own_thread
 
 _KEY = "env.options.environment_factory"
 
@@ -140,7 +140,7 @@ async def _called(function: Callable[..., Any], **given: Any) -> Any:
         given = {name: given[name] for name in given if name in {each.name for each in parameters}}
     if inspect.iscoroutinefunction(function):
         return await function(**given)
-    return await in_thread(function, **given)
+    return await in_own_thread(function, **given)
 
 
 def _only(values: Any, function: Callable[..., Any]) -> Any:

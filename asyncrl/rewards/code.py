@@ -120,7 +120,7 @@ class CodeRule:
         """Return ``passed``, or how the program ended."""
         async with self._running:
             if "assertions" in test:
-                sides = {"solution": program, "tests": test["assertions"]}
+                sides = {"solution": program, "tests": json.dumps(test["assertions"])}
                 end, judged = await run_pair(self._sandboxes, _ASSERTIONS, sides, limits=self._limits)
                 right = judged.succeeded
             elif "stdin" in test:
@@ -254,12 +254,12 @@ def _tests(given: Any, most: int) -> list[dict[str, Any]]:
     texts = given[:most] if isinstance(given, list) and all(isinstance(test, str) for test in given) else []
     kinds = [_kind(test) for test in texts]
     if "test" in kinds and "idle" not in kinds:
-        before, tests = "", []
+        before, tests = list[str](), []
         for text, kind in zip(texts, kinds, strict=True):
             if kind == "definitions":
-                before += f"{text}\n"
+                before.append(text)
             else:
-                tests.append({"assertions": before + text})
+                tests.append({"assertions": [*before, text]})
         return tests
     if isinstance(given, dict):
         inputs, outputs = given.get("inputs"), given.get("outputs")

@@ -25,7 +25,7 @@ import os
 import socket
 import symtable
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -198,9 +198,27 @@ def serve_solution(peer: Peer, program: str) -> None:
         peer.answer(peer.receive())
 
 
-def run_tests(peer: Peer, assertions: str) -> None:
+def run_tests(peer: Peer, texts: Sequence[str]) -> None:
+    """Execute assertions, the last of the texts, behind the statements of definitions, of which some may fail.
+
+    What a statement defines is the tests'. An import that fails, of the program's own module for one, leaves its names
+    to the program.
+    """
     scope: dict[str, Any] = {"__name__": "tests"}
-    given, (wanted, modules) = peer.receive()["names"], names_of(assertions)
+    given = peer.receive()["names"]
+    *definitions, assertions = texts
+    statements = [each for text in definitions for each in ast.parse(text).body if not _of_the_future(each)]
+    own, starred = set[str](), set[str]()
+    for each in statements:
+        if not isinstance(each, ast.Import | ast.ImportFrom):
+            own |= bound_in(symtable.symtable(ast.unparse(each), "tests.py", "exec"))
+            continue
+        before = set(scope)
+        with contextlib.suppress(Exception):
+            _execute([each], scope)
+            starred |= scope.keys() - before if any(name.name == "*" for name in each.names) else set()
+            own |= {name.asname or name.name.partition(".")[0] for name in each.names if name.name != "*"}
+    wanted, modules = names_of(assertions, definitions, own=own, starred=starred & given.keys(), given=given)
     for name, attributes in modules.items():
         with contextlib.suppress(Exception):  # not for everyone; a test that needs it fails
             module = importlib.import_module(_SHORT.get(name, name))
@@ -209,28 +227,57 @@ def run_tests(peer: Peer, assertions: str) -> None:
             else:
                 wanted.add(name)  # an object of the program, like `datetime` of the module `datetime`
     scope |= {name: peer.decode(given[name]) for name in wanted if name in given}
-    exec(compile(assertions, "tests.py", "exec"), scope)  # noqa: S102  likewise
+    for each in statements:
+        if not isinstance(each, ast.Import | ast.ImportFrom):
+            with contextlib.suppress(Exception):  # a test that needs it fails
+                _execute([each], scope)
+    _execute(ast.parse(assertions).body, scope)
 
 
-def names_of(assertions: str) -> tuple[set[str], dict[str, set[str]]]:
+def _execute(statements: list[ast.stmt], scope: dict[str, Any]) -> None:
+    exec(compile(ast.Module(statements, []), "tests.py", "exec"), scope)  # noqa: S102  the purpose of this program
+
+
+def _of_the_future(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+
+
+def bound_in(table: symtable.SymbolTable) -> set[str]:
+    return {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}
+
+
+def names_of(
+    assertions: str,
+    definitions: Sequence[str] = (),
+    *,
+    own: Collection[str] = (),
+    starred: Collection[str] = (),
+    given: Collection[str] = (),
+) -> tuple[set[str], dict[str, set[str]]]:
     """Return names that assertions take from the program, and modules that they use without an import.
 
     A module is a name of which they only read attributes, here with these, if there is one to import that has them. A
-    built-in is the program's only where nothing else can be: ``assert sum(10, 15) == 6``.
+    built-in is the program's only where nothing else can be: ``assert sum(10, 15) == 6``. So is what an import with a
+    star has ``starred``, of what is ``given``. ``own`` are names of the tests' ``definitions``.
     """
-    nodes, table = list(ast.walk(ast.parse(assertions))), symtable.symtable(assertions, "tests.py", "exec")
+    nodes = [node for text in (*definitions, assertions) for node in ast.walk(ast.parse(text))]
+    table = symtable.symtable(assertions, "tests.py", "exec")
+    tables = [*(symtable.symtable(text, "tests.py", "exec") for text in definitions), table]
     owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     others = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in owners}
-    read = set(_globals_in(table))
+    read = {name for each in tables for name in _globals_in(each)}.difference(own)
     modules: dict[str, set[str]] = {
         name: set() for name in read - others if name in _SHORT or importlib.util.find_spec(name)
     }
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             modules[node.value.id].add(node.attr)
-    bound = {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}
-    free = read - modules.keys() - bound
-    return (read - modules.keys() - {*dir(builtins)}) | (free if len(free) == 1 else set()), modules
+    wanted = read.difference(modules, dir(builtins), starred)
+    free = read.intersection(_globals_in(table)).difference(modules, bound_in(table))
+    if len(free) == 1:
+        return wanted | free, modules
+    hidden = read.intersection(starred)
+    return wanted | (hidden if len(hidden) == 1 and not wanted.intersection(given) else set()), modules
 
 
 def _globals_in(table: symtable.SymbolTable) -> Iterator[str]:
@@ -246,7 +293,10 @@ def main() -> None:
     os.dup2(2, 1)  # what a program prints is no result
     peer = Peer(descriptor, serves_all=side == "solution")
     try:
-        (serve_solution if side == "solution" else run_tests)(peer, text)
+        if side == "solution":
+            serve_solution(peer, text)
+        else:
+            run_tests(peer, json.loads(text))
     except EOFError:
         os._exit(1)
     os._exit(0)

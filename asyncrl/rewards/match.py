@@ -14,7 +14,11 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 
-_FENCE = re.compile(r"```[^`\n]+```|```[^`\n]*\n(.*?)```", re.DOTALL)  # within a line it is no block
+_FENCES = (
+    re.compile(r"^[ \t]*```[^`\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE),
+    re.compile(r"```[^`\n]+```|```[^`\n]*\n(.*?)```", re.DOTALL),  # within a line it is no block
+)
+"""Fenced blocks as Markdown has them, and as models write them."""
 _GSM8K = re.compile(r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
@@ -98,8 +102,9 @@ def json_schema(
         raise ValueError("json_schema needs a schema: give one in the options, or in the row's extra_info.schema")
     validator: Any = validator_for(wanted)
     validator.check_schema(wanted)
-    blocks = [found[1] for found in _FENCE.finditer(solution_str) if found[1] is not None]
-    for text in (solution_str, *blocks[-1:]):
+    blocks = [[each for each in fence.finditer(solution_str) if each[1] is not None] for fence in _FENCES]
+    last = sorted((found[-1] for found in blocks if found), key=lambda each: -each.end(1))
+    for text in (solution_str, *(each[1] for each in last)):
         with contextlib.suppress(ValueError, ArithmeticError, RecursionError):  # no JSON; too many digits, too deep
             return float(validator(wanted).is_valid(json.loads(text)))
     return 0.0

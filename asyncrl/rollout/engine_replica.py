@@ -172,6 +172,7 @@ class EngineReplica(Replica[RolloutEngine]):
         """Whether its engine is paused; None while that changes."""
         self._pause_engines = pause_engines
         self._chunks = 0
+        self._committing = False
         self._factory = factory
         self._fetch = fetch
         self._kv_cache: KVCachePolicy = kv_cache
@@ -237,7 +238,7 @@ class EngineReplica(Replica[RolloutEngine]):
                 await self._apply_pause(engine)
                 await self._changes.wait()
         except Exception as error:  # noqa: BLE001 - it is the engine's fault, and counted as such
-            self.mark_dead(incarnation, f"it could not be paused or resumed: {error or type(error).__name__}")
+            self.mark_dead(incarnation, f"it could not be paused or resumed: {str(error) or type(error).__name__}")
 
     async def _apply_pause(self, engine: RolloutEngine) -> None:
         while self.paused != (paused := self._pause_engines()):
@@ -247,15 +248,15 @@ class EngineReplica(Replica[RolloutEngine]):
             self._changes.notify()
 
     async def _in_time(self, order: Coroutine[Any, Any, None]) -> None:
-        """Raise TimeoutError if an order takes longer than a probe may, without a lease: it waits for a commit."""
+        """Raise TimeoutError if an order takes longer than a probe may, unless weights are committed meanwhile."""
         ordered = asyncio.ensure_future(order)
         try:
             while True:
-                leased = self.health.leased
+                committing = self._committing
                 done, _ = await asyncio.wait([ordered], timeout=self._supervision.probe_s)
                 if done:
                     return await ordered
-                if not (leased or self.health.leased):
+                if not (committing or self._committing):
                     raise TimeoutError(f"no answer within {self._supervision.probe_s:g} s")
         finally:
             ordered.cancel()
@@ -329,11 +330,14 @@ class EngineReplica(Replica[RolloutEngine]):
         incarnation = self.health.incarnation
         self.proven.clear()
         with self._lease():
+            self._committing = True
             try:
                 await commit_into(engine, version, kv_cache=self._kv_cache, manifest=self._manifest)
             except LiveWeightsError as error:
                 self.mark_dead(incarnation, str(error))
                 raise
+            finally:
+                self._committing = False
         if self.engine is None or self.engine.weight_version != version:
             raise WeightError(f"the engine does not hold version {version}, although it committed it")
         self.proven.set()

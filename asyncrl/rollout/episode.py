@@ -564,7 +564,9 @@ async def _call(call: Callable[..., Awaitable[_T]], *arguments: Any, what: str, 
         if isinstance(error, asyncio.CancelledError) and _cancellations() > cancellations:
             raise
         if isinstance(error, TimeoutError) and deadline is not None and deadline.expired():
-            late = f"the environment's {what} took longer than {deadline_s:g} s{place_of(error)}"
+            said = str(error.__cause__) if isinstance(error.__cause__, asyncio.CancelledError) else ""
+            where = f": {said}" if said else place_of(error)
+            late = f"the environment's {what} took longer than {deadline_s:g} s{where}"
             raise EnvironmentDeadlineError(late) from error
         text = f"the environment's {what} failed: {type(error).__name__}: {error}{place_of(error)}"
         raise EnvironmentFailure(text) from error

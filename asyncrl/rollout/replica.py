@@ -362,7 +362,7 @@ class Replica(ABC, Generic[_InstanceT]):
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - it costs this instance only, which is gone
             expected = isinstance(error, TimeoutError | InfrastructureError)
             _log.warning(
-                "replica %s was not closed: %s", self.name, error or type(error).__name__, exc_info=not expected
+                "replica %s was not closed: %s", self.name, str(error) or type(error).__name__, exc_info=not expected
             )
 
 

@@ -64,7 +64,7 @@ class ControlClient:
                 content = msgspec.json.decode(await answer.read())
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             raise InfrastructureError(
-                f"the server at {self._address} does not answer: {error or type(error).__name__}"
+                f"the server at {self._address} does not answer: {str(error) or type(error).__name__}"
             ) from error
         if answer.status >= 400:
             detail = content.get("error") if isinstance(content, dict) else None

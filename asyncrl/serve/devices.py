@@ -60,8 +60,9 @@ class ReplicaDevices:
         part = min(self._parts, key=lambda part: used[part])
         if used[part] and self._share.room:
             raise ResourceError(
-                f"{len({name, *replicas})} replicas with {size} of {visible} visible GPUs each, and each takes the "
-                f"memory of its own: use at most {len(self._parts)}, or set {self._share.room}, and replicas share GPUs"
+                f"a replica takes {size} of {visible} visible GPUs and all of their memory, and none are left for "
+                f"{name}: use at most {len(self._parts)} replicas here, or set {self._share.room}, and replicas share "
+                "GPUs"
             )
         self._assigned[name] = part
         return part

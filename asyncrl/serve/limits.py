@@ -324,10 +324,11 @@ class ConcurrencyLimiter:
             raise APIError(503, "the server is shutting down", retry_after_s=5)
         held, most = self._by_holder[holder], self._limits.concurrent_requests_per_key
         if held + count > most:
-            asked = f"{held + count} generations of this key would run"
+            asked = f"{held + count} requests of this key would run (each choice counts)"
             raise APIError(429, f"{asked}; at most {most} may", retry_after_s=1)
         if self.running + count > self._limits.concurrent_requests:
-            raise APIError(503, f"the server is full: {self.running} generations are running", retry_after_s=1)
+            full = f"the server is full: {self.running} requests are running (each choice counts)"
+            raise APIError(503, full, retry_after_s=1)
         self._by_holder[holder] = held + count
         self.running += count
         self._idle.clear()

@@ -269,7 +269,7 @@ async def reward_session(call: Call) -> web.StreamResponse:
 async def _store(
     state: ServerState, sink: GroupedSink, session: Session, body: RewardRequest
 ) -> tuple[Trajectory, str]:
-    with state.sessions.ending(session):
+    with state.sessions.ending(session), sink.storing():
         if body.turn_rewards and len(body.turn_rewards) != session.turns:
             raise APIError(400, f"there are {len(body.turn_rewards)} turn_rewards for {session.turns} turns")
         trajectory = await asyncio.to_thread(

@@ -252,12 +252,20 @@ class ServedModel:
     def _device_share(self, *, each: int = 1) -> DeviceShare:
         """Return what the engine takes of GPUs; for one that does not say so, ``each`` of them, or one."""
         options = self._options
+        part: Any = None
         with contextlib.suppress(ConfigError):  # an engine may load in another environment only
             part = load_part(_ENGINES, options.engine, path="engine")
-            if hasattr(part, "device_share"):
-                share: DeviceShare = part.device_share(**options.engine_options)
-                return share
-        return DeviceShare(count=max(1, each))
+        if not hasattr(part, "device_share"):
+            names_one = options.engine_options.get("device", "auto") not in (None, "auto", "cuda")
+            return DeviceShare(count=0 if names_one else max(1, each))
+        try:
+            share: DeviceShare = part.device_share(**options.engine_options)
+            count: Any = share.count  # made of options that are not checked yet
+            if not isinstance(count, int) or count < 0:
+                raise ValueError(f"a replica would take {count!r} GPUs")
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"the engine's options do not fit: {error}", path="engine_options") from error
+        return share
 
     def _engine_factory(
         self, folder: str, spec: TransportSpec | None, devices: ReplicaDevices, assigned: Sequence[int]

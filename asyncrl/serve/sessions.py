@@ -27,7 +27,7 @@ from typing import Protocol
 
 import msgspec
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import BufferClosedError, ConfigError
 from asyncrl.interfaces import FinishReason, Generation, GroupSummary, Message, ReplayBuffer, Task, Tool
 from asyncrl.rollout.trajectory import Trajectory, Turn, trajectories_to_batch
 from asyncrl.serve.errors import APIError
@@ -548,10 +548,16 @@ class GroupedSink:
             OSError: a folder cannot be written.
             DeadlineError, BufferClosedError: a buffer has had no room in time, or is closed.
         """
+        with self.storing():
+            return await self._put(trajectories, group, holder, size)
+
+    @contextlib.contextmanager
+    def storing(self) -> Iterator[None]:
+        """Have :meth:`close` wait for what is done within: the making of what is put, for one."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._puts.add(ended)
         try:
-            return await self._put(trajectories, group, holder, size)
+            yield
         finally:
             self._puts.discard(ended)
             ended.set_result(None)
@@ -566,6 +572,9 @@ class GroupedSink:
         full = max(self.tokens, self._shares * self._tokens[holder]) >= 2 * self._max_tokens
         waiting = self._take(holder, group)
         if members < size and not full:
+            if self._closed:
+                self._put_back(holder, group, waiting)
+                raise BufferClosedError(f"{_named(holder, group)} has {members} of {size} members, and cannot wait")
             waiting.add(pickled, tokens=sum(len(each.token_ids) for each in trajectories), size=size)
             waiting.touched_s = self._clock()
             self._put_back(holder, group, waiting)
@@ -582,7 +591,7 @@ class GroupedSink:
     async def close(self, *, deadline_s: float = 10.0) -> None:
         """Store the incomplete groups, after the puts under way; log those that are not stored as lost.
 
-        That takes ``deadline_s`` at most. A put that ends later stores its group or logs it.
+        That takes ``deadline_s`` at most. A put that ends later stores its group, or raises.
         """
         self._closing.set()
         with contextlib.suppress(TimeoutError):

@@ -164,7 +164,9 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
         )
     events, (choice,), sent, places = call.events(), choices, 0, 1 + sampling.top_log_probs
     scored = len(ids) if sampling.prompt_log_probs is not None else 0
-    most = (scored + sampling.max_new_tokens) * places if body.return_logprob else 1
+    context = call.state.context_tokens
+    room = sampling.max_new_tokens if context is None else min(sampling.max_new_tokens, context - len(ids))
+    most = (scored + room) * places if body.return_logprob else 1
     parts = max(min(_EVENTS, call.state.limits.likeliest_tokens // most), 1)
     async with aclosing(call.stream(requests[0])) as chunks:
         async for chunk in chunks:

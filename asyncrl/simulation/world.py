@@ -577,10 +577,11 @@ def _simulated_buffer(buffer: BufferConfig) -> dict[str, Any]:
     given: dict[str, Any] = {"capacity": buffer.capacity_groups, "selection": buffer.selection}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in buffer.options.items():
-        if (name, value) in (("zero_variance", "keep"), ("max_uses", 1)):  # as without it
-            continue
+        if (name, value) in (("zero_variance", "keep"), ("max_uses", 1)) or name == "zero_variance_limit":
+            continue  # as without it; the last one is of groups that are not kept
         if name not in _SIMULATED or value in ("advantage", "lowest_advantage"):
-            text = f"buffer.options.{name} = {value!r} cannot be simulated: rewards and further uses of groups are not"
+            what = f"buffer.options.{name} = {value!r}"
+            text = f"{what} cannot be simulated: rewards, environments and further uses of groups are not"
             raise ConfigError(text, path=f"buffer.options.{name}", remedy="leave it out of what is simulated")
         given[name] = value
     return given

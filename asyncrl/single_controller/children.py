@@ -7,7 +7,8 @@
 Engines and reward functions run in processes of their own, which are busy for as long as they like: whether they are
 stopped is asked of the kernel, not of them, so that no long computation is taken for a freeze. A process is watched
 together with all that it has started. What follows is what follows a death: its owner sees its end. One that is stopped
-between fork and exec has no owner yet, who waits for it without end: :meth:`ChildWatch.starting` watches it.
+between fork and exec has no owner yet, who waits for it without end: :meth:`ChildWatch.starting` watches it (not where
+uvloop starts it, which waits with the interpreter's lock; a worker that stands still so is ended by its own watch).
 """
 
 from __future__ import annotations

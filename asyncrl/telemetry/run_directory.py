@@ -386,6 +386,11 @@ class RunDirectory:
                 replace_text(kept, before)
         replace_text(self.config_path, text)
 
+    def configs_until_after(self, step: int) -> list[Path]:
+        """Return the files of earlier configurations that trained steps after ``step``."""
+        kept = self.path.glob("config-*.toml")
+        return [each for each in kept if (until := each.stem.rpartition("-")[2]).isdecimal() and int(until) > step]
+
     def log_metrics(self, metrics: Mapping[str, Any], *, step: int, version: int) -> None:
         """Append a line to ``metrics.jsonl``; ``step`` 0 is before the first, ``version`` is of the weights measured.
 
@@ -427,11 +432,13 @@ class RunDirectory:
     def rewind(self, step: int, *, kept: Container[int] | None = None) -> int:
         """Remove the lines of what will be done again; return how many lines of metrics were removed.
 
-        Metrics of steps after ``step`` go. Trajectories stay only of group ids in ``kept``, which are not rolled out
-        again (None: up to ``step``).
+        Metrics of steps after ``step`` go, and configurations that trained them are set aside. Trajectories stay only
+        of group ids in ``kept``, which are not rolled out again (None: up to ``step``).
         """
         self._metrics.close()
         self._trajectories.close()
+        for path in self.configs_until_after(step):
+            path.replace(path.with_suffix(".toml.undone"))
 
         def keep(record: dict[str, Any]) -> bool:
             return not isinstance(record.get("step"), int) or record["step"] <= step

@@ -276,7 +276,7 @@ class Assembly:
         self.reference = cast("TrainerGroup | None", made.get("reference"))
         self.critic = cast("CriticGroup | None", made.get("critic"))
         if replicas:
-            self._make_pool(replicas, {request.name: request for request in requests}, groups_stack)
+            self._make_pool(replicas, {request.name: request for request in requests}, groups_stack, publisher)
 
     async def _make_started_group(self, request: WorkerGroupRequest, groups_stack: AsyncExitStack) -> WorkerGroup:
         def make() -> WorkerGroup:
@@ -309,6 +309,7 @@ class Assembly:
         replicas: dict[str, WorkerGroup],
         requests: Mapping[str, WorkerGroupRequest],
         groups_stack: AsyncExitStack,
+        publisher: WorkerGroup | None,
     ) -> None:
         async def restart(name: str) -> WorkerGroup:
             # Its workers are dead, or fail once more: closing frees their reservations.
@@ -316,6 +317,12 @@ class Assembly:
                 await replicas[name].aclose()
             group = replicas[name] = await self._make_started_group(requests[name], groups_stack)
             await group.ready()
+            if publisher is not None:
+                try:
+                    self._check_reach(publisher, {name: group})
+                except ConfigError:
+                    await group.aclose()
+                    raise
             return group
 
         self.pool = RolloutPool(

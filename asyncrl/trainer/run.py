@@ -109,10 +109,15 @@ class TrainingRun:
         self._checkpoint = checkpoint
         self._resumed = read_driver_state(checkpoint) if checkpoint is not None else None
         self._same_updates = True
-        if checkpoint is not None:
+        if checkpoint is not None and self._resumed is not None:
             before = load_config(run.config_path)
             _check_state_fits(config, before, has_critic=(checkpoint / "critic").is_dir())
-            self._same_updates = _same_updates(config, before)
+            try:
+                used = [before, *map(load_config, run.configs_until_after(self._resumed.step))]
+                self._same_updates = all(_same_updates(config, each) for each in used)
+            except ConfigError as error:  # of an older release, or damaged
+                _log.warning("what steps after %d were trained with cannot be read: %s", self._resumed.step, error)
+                self._same_updates = False
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep_last, in_use=checkpoint)
         self._phases_s: dict[str, float] = {}
         self._phase_now = ("", time.monotonic())
@@ -125,6 +130,7 @@ class TrainingRun:
         self._recorder: Recorder  # made when a resumed run has removed the lines of steps that it trains again
         self._wanted: Config | None = None
         self._set_again_s = float("-inf")
+        self._step_begun = 0
         self._last_step_begun = False
         self._driver: Driver | None = None
         self._devices: Devices = SeparateDevices()
@@ -352,7 +358,7 @@ class TrainingRun:
                 self._recorder.unscored(lost, "the run stopped while it was evaluated")
 
         def before_step(driver: Driver, step: int) -> Awaitable[None] | None:
-            self._last_step_begun = step == config.steps
+            self._step_begun, self._last_step_begun = step, step == config.steps
             due = self._last_step_begun or time.monotonic() >= self._set_again_s
             return self._reconfigure(driver, step - 1, origin) if self._wanted and due else None
 
@@ -468,10 +474,17 @@ class TrainingRun:
         """Train from the next step on with another value of a key.
 
         Raises:
-            ConfigError: the value is not allowed, only a new process can use it, or no step is left to use it.
+            ConfigError: the value is not allowed, only a new process can use it, no step is left to use it, or the
+                next step is one of those that are trained again as they were.
         """
         if self._last_step_begun:
             text, remedy = f"{key}: the last step has begun, so no step is left", f"resume the run with --{key}"
+            raise ConfigError(f"{text}; {remedy}", path=key, remedy=remedy)
+        batches = self._driver.journal.recovered.batches if self._driver is not None else ()
+        again = max((step for step in batches if step <= self._config.steps), default=0)
+        if self._step_begun < again:
+            text = f"{key}: steps until {again} are trained again from the ledger, as they were trained"
+            remedy = f"set it after step {again}, or stop the run and resume it with --{key}: they are sampled anew"
             raise ConfigError(f"{text}; {remedy}", path=key, remedy=remedy)
         now = self._wanted or self._config
         tables = tables_of(now)
@@ -749,19 +762,25 @@ def _check_state_fits(config: Config, before: Config, *, has_critic: bool) -> No
 
 
 _UPDATES: dict[str, Any] = {
-    **dict.fromkeys(("algorithm", "trainer", "critic", "staleness", "max_staleness", "seed"), True),
+    **dict.fromkeys(("algorithm", "trainer", "critic", "seed"), True),
     "rollout": {"temperature", "max_seq_len"},
 }
 """Keys that decide the weights which a step makes of recorded rows."""
 
-_NO_UPDATES = {"world_size", "mesh", "threads", "num_cpus", "num_gpus", "groups_per_step", "group_size"}
+_NO_UPDATES = {
+    *("world_size", "mesh", "threads", "num_cpus", "num_gpus", "groups_per_step", "group_size"),
+    *("max_tokens_per_microbatch", "gradient_checkpointing"),
+}
 """Keys of trainer and critic among them that change rounding alone, or what a batch has, which is recorded."""
 
 
 def _same_updates(config: Config, before: Config) -> bool:
     """Return whether steps with ``config`` make the weights that they made of the same rows with ``before``."""
-    ignored: dict[str, Any] = {"algorithm": {"allow_unsound"}, "trainer": _NO_UPDATES, "critic": _NO_UPDATES}
+    ignored: dict[str, Any] = {"algorithm": {"allow_unsound", "max_mismatch_kl"}, "trainer": _NO_UPDATES}
+    ignored["critic"] = _NO_UPDATES if needs_critic(config) else True
     now, then = (each.model_dump(mode="json", include=_UPDATES, exclude=ignored) for each in (config, before))
+    for values, each in ((now, config), (then, before)):
+        values["masked_beyond"] = each.max_staleness if each.staleness_policy.too_old == "mask" else None
     constant = {config.trainer.lr_scheduler_type, config.critic.lr_scheduler_type} == {"constant"}
     return now == then and (constant or config.steps == before.steps)
 

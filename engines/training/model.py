@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.errors import ConfigError, InvalidDataError
@@ -375,13 +377,36 @@ def load_policy_model(
 
 
 def _kept_in_float32(causal_lm: Any) -> frozenset[str]:
-    """Return the names of tensors that are float32 in a model of any dtype: buffers, and what transformers says."""
+    """Return the names of tensors that are float32 in a model of any dtype.
+
+    They are buffers, what transformers says, and what the family's code makes so (it does not say that).
+    """
     from transformers.core_model_loading import build_glob_alternation
 
     patterns = list(causal_lm._get_dtype_plan(torch.bfloat16))  # noqa: SLF001  # as from_pretrained
     matching, _, _ = build_glob_alternation(patterns)
     weights = (name for name, _ in causal_lm.named_parameters() if patterns and matching.search(name))
-    return frozenset((*weights, *(name for name, _ in causal_lm.named_buffers())))
+    config = copy.deepcopy(causal_lm.config)
+    config.dtype = torch.bfloat16
+    with torch.device("meta"), _MarkFloat32():
+        made = type(causal_lm)(config)
+    own = (name for name, weight in made.named_parameters() if weight.dtype == torch.float64)
+    return frozenset((*weights, *own, *(name for name, _ in causal_lm.named_buffers())))
+
+
+class _MarkFloat32(TorchFunctionMode):
+    """Makes float64 of what is to be float32, which can be told then from what is so by default.
+
+    For this thread alone, where another default dtype would be everyone's.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in (torch.empty, torch.ones, torch.zeros) and given.get("dtype") == torch.float32:
+            given["dtype"] = torch.float64
+        return func(*args, **given)
 
 
 def _as_published(name: str) -> str:

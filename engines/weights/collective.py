@@ -361,7 +361,7 @@ class CollectiveTransport(VersionedTransport[int]):
             return group
         world, hosts = self._hosts
         if hosts is None or world is not dist.group.WORLD:
-            hosts = dist.new_group(backend="gloo")
+            hosts = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._deadline_s))
             assert isinstance(hosts, dist.ProcessGroup)
             self._hosts = dist.group.WORLD, hosts
         return hosts

@@ -89,6 +89,11 @@ def test_a_buffer_that_cannot_be_simulated_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_limit_that_has_no_effect_is_ignored(plan: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["simulate", plan, "--json", "--buffer.options.zero-variance-limit", "500"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"]
+
+
 def test_a_forecast_as_text(plan: str, capsys: pytest.CaptureFixture[str]):
     assert main(["simulate", plan, "--max-staleness", "0"]) == 0
     out = capsys.readouterr().out

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import json
+import math
 import os
 import re
 import shutil
@@ -69,6 +70,7 @@ def play(scratch: ChatRenderer) -> Callable[..., Any]:
         episodes: int = 1,
         said: Callable[[str], str] = calls_then_answers,
         max_turns: int = 8,
+        ends_in_s: float = math.inf,
     ) -> tuple[list[Trajectory], RecordingEngine]:
         def reply(prompt: tuple[int, ...]) -> list[int]:
             return scratch.tokenizer.encode(said(scratch.decode(prompt)) + "<|end|>", add_special_tokens=False)
@@ -94,6 +96,7 @@ def play(scratch: ChatRenderer) -> Callable[..., Any]:
                             factory.task(index, split="train"),
                             EpisodePolicy(**policy, request_prefix=f"row{index}", seed=index),
                             deadline_s=30.0,
+                            ends_s=asyncio.get_running_loop().time() + ends_in_s,
                         )
                     )
                     for index in range(episodes)
@@ -129,7 +132,7 @@ async def test_so_many_programs_run_at_a_time(
     play: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, sandbox: dict[str, Any] | None
 ) -> None:
     factory = factory_of("well", concurrency=2, sandbox=sandbox)
-    assert factory_of("well").running._value == 4 * (os.cpu_count() or 1)
+    assert factory_of("well")._running._value == 4 * (os.cpu_count() or 1)
     place, placed, at_once = factory.place, 0, []
 
     @contextlib.asynccontextmanager
@@ -145,6 +148,18 @@ async def test_so_many_programs_run_at_a_time(
     trajectories, _ = await play(factory, episodes=5)
     assert [each.reward for each in trajectories] == [1.0] * 5
     assert max(at_once) == 2
+
+
+async def test_an_episode_that_waits_for_its_turn_says_so(
+    play: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    factory = factory_of("well", concurrency=1, deadline_s=30.0)
+    factory.limits = replace(factory.limits, deadline_s=0.05)
+    words = r"agent took longer than .* s: it waited to be one of env.options.concurrency = 1 programs at a time"
+    async with factory.turn():
+        with pytest.raises(EnvironmentDeadlineError, match=words):
+            await play(factory, episodes=1, ends_in_s=0.3)
+    assert "has waited for 0.05 s to be one of env.options.concurrency = 1" in caplog.text
 
 
 async def test_branches_are_one_tree(play: Callable[..., Any]) -> None:
@@ -500,6 +515,8 @@ def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         CommandFactory(command=["no-such-agent"], tasks="calculator")
     with pytest.raises(ConfigError, match="concurrency is 0"):
         factory_of("well", concurrency=0)
+    with pytest.raises(ConfigError, match=r"concurrency is 2\.5"):
+        factory_of("well", concurrency=2.5)
     with pytest.raises(ConfigError, match="there is no program 'no-such-test'"):
         factory_of("well", test_command=["no-such-test"])
     (tmp_path / "pyproject.toml").touch()  # there is one in the working directory, too

@@ -124,7 +124,11 @@ async def test_a_reply_without_an_action_is_answered() -> None:
     await environment.close()
 
 
-async def test_an_environment_whose_step_was_left_behind_is_closed_when_that_ends() -> None:
+@pytest.mark.parametrize(("waits_s", "order"), [(60.0, ["step", "close"]), (0.01, ["close", "step"])])
+async def test_an_environment_whose_step_was_left_behind_is_closed_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits_s: float, order: list[str]
+) -> None:
+    monkeypatch.setattr("asyncrl.envs.gymnasium._STEP_ENDS_S", waits_s)
     begun, may_end, closed = threading.Event(), threading.Event(), threading.Event()
     calls: list[str] = []
 
@@ -146,12 +150,17 @@ async def test_an_environment_whose_step_was_left_behind_is_closed_when_that_end
     stepping = asyncio.ensure_future(environment.step({"role": "assistant", "content": "on"}))
     await asyncio.to_thread(begun.wait, 10)
     stepping.cancel()
-    await environment.close()
-    await environment.close()
-    assert calls == []
+    closing = [asyncio.ensure_future(environment.close()) for _ in range(2)]
+    if order[0] == "close":
+        await asyncio.gather(*closing)
+    await asyncio.sleep(0.05)
+    assert calls == order[: order[0] == "close"]
     may_end.set()
-    await asyncio.to_thread(closed.wait, 10)
-    assert calls == ["step", "close"]
+    await asyncio.gather(*closing)
+    while len(calls) < 2:
+        await asyncio.sleep(0.01)
+    assert calls == order
+    assert ("is closed while a step of it still runs" in caplog.text) == (order[0] == "close")
 
 
 async def test_texts_token_ids_and_lists_of_actions() -> None:

@@ -185,8 +185,8 @@ CHECK = "def check(f, x=1):\n    if f(x) != x + 1:\n        raise ValueError\n"
     ],
 )
 def test_a_text_whose_assertions_run_is_a_test(text: str):
-    assert code._tests(text, 9) == [{"assertions": text}]
-    assert code._tests(["import math", text], 9) == [{"assertions": f"import math\n{text}"}]
+    assert code._tests(text, 9) == [{"assertions": [text]}]
+    assert code._tests(["import math", text], 9) == [{"assertions": ["import math", text]}]
 
 
 CLOSE = "def isclose(a, b):\n    return abs(a - b) < 1e-6"
@@ -198,6 +198,69 @@ async def test_definitions_run_before_the_tests_behind_them_and_are_not_the_prog
     assert (await judge("def f(x): return x + 1", tests)).score == 1.0
     forged = await judge("def f(x): return 0\ndef isclose(a, b): return True", tests, partial=True)
     assert (forged.score, forged.parts["compiles"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("definitions", "right", "wrong", "test"),
+    [
+        (
+            ["from math import *"],
+            "def factorial(n): return n * factorial(n - 1) if n else 1",
+            "def factorial(n): return 0",
+            "assert factorial(5) == 120",
+        ),
+        (["from solution import f"], "def f(x): return x + 1", "def f(x): return 0", "assert f(1) == 2"),
+        (["import no_such_module"], "def f(x): return x + 1", "def f(x): return 0", "assert f(1) == 2"),
+        ([CLOSE], "def sum(a, b): return 6", "def sum(a, b): return 7", "assert sum(10, 15) == 6"),
+        (
+            ["import math", "from __future__ import annotations"],
+            "def f(x): return x + 1",
+            "def f(x): return 0",
+            "assert f(1) == math.floor(2.5)",
+        ),
+        (
+            ["from math import *\ndef check(x):\n    return factorial(x) == 120"],
+            "def factorial(n): return n * factorial(n - 1) if n else 1",
+            "def factorial(n): return 0",
+            "assert check(5)",
+        ),
+        (
+            ["def check(x):\n    return factorial(x) == 120", "from math import *"],
+            "def factorial(n): return n * factorial(n - 1) if n else 1",
+            "def factorial(n): return 0",
+            "assert check(5)",
+        ),
+        (
+            ["from math import *"],
+            "def f(x): return x + 1",
+            "def f(x): return 0\ndef isclose(a, b): return True",
+            "assert isclose(f(1), 2)",
+        ),
+        (
+            ["import no_such_module as nm\ndef check(f):\n    return f(1) == 2"],
+            "def f(x): return x + 1",
+            "def f(x): return 0\ndef check(f): return True",
+            "assert check(f)",
+        ),
+        (
+            ["def near(a, b):\n    return abs(a - b) < 1e-6\nimport no_such_module"],
+            "def f(x): return x + 1",
+            "def f(x): return 0\ndef near(a, b): return True",
+            "assert near(f(1), 2)",
+        ),
+        (
+            ["def check(x):\n    return f(x) == x + 1", "LIMIT = 2"],
+            "def f(x): return x + 1",
+            "def f(x): return 0",
+            "assert check(LIMIT)",
+        ),
+    ],
+)
+async def test_definitions_take_no_names_of_the_program_by_accident(
+    definitions: list[str], right: str, wrong: str, test: str
+):
+    assert (await judge(right, [*definitions, test])).score == 1.0
+    assert (await judge(wrong, [*definitions, test])).score == 0.0
 
 
 async def test_one_broken_test_of_several_fails_and_those_behind_the_last_are_not_read():

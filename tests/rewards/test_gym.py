@@ -95,6 +95,9 @@ def test_24_are_made_of_the_numbers_of_the_task_and_not_nearly():
     entry = {"answer": "(3 + 5)*(2 + 1)", "metadata": {"numbers": [3, 2, 5, 1]}}
     for answer, score in (("(1 + 2) * (3 + 5)", 1.0), ("(7 + 1) * (4 - 1)", 0.0), ("(5**2*1 - 1/3)", 0.0)):
         assert gym.score(answer, entry, dataset="puzzle24") == score
+    entry = {"answer": "4*6*(10-1)/9", "metadata": {"numbers": [1, 4, 6, 10]}}
+    for answer in ("4*6*1**10", "4*6+1//10"):
+        assert gym.score(answer, entry, dataset="puzzle24") == 0.0
 
 
 CONSTANTS = (

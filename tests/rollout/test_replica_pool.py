@@ -453,6 +453,29 @@ def test_a_pause_waits_for_a_commit_however_long_that_may_take_and_not_for_an_en
     virtually(story())
 
 
+def test_an_engine_that_hangs_in_a_pause_is_noticed_while_weights_are_fetched(faulty_fleet: Any):
+    async def story() -> None:
+        fleet = faulty_fleet()
+        async with ReplicaPool({"a": fleet.factory("a")}, options=options(weights_s=60.0)) as pool:
+            await collect(pool, request("first", 5))
+            begun, never = asyncio.Event(), asyncio.Event()
+
+            async def fetch(*given: Any, **more: Any) -> None:
+                begun.set()
+                await never.wait()
+
+            fleet["a"].fetch_weights, fleet["a"].pause = fetch, never.wait
+            publishing = asyncio.ensure_future(pool.publish(manifest(1)))
+            await begun.wait()
+            started = asyncio.get_running_loop().time()
+            await pool.pause("keep")
+            assert asyncio.get_running_loop().time() - started <= 2 * QUICK.probe_s
+            with pytest.raises(WeightError, match="it could not be paused or resumed: no answer within 1 s"):
+                await publishing
+
+    virtually(story())
+
+
 def test_one_that_takes_no_weights_in_a_pause_is_asked_again_after_it_and_not_made_again(faulty_fleet: Any):
     async def story() -> None:
         fleet = faulty_fleet()

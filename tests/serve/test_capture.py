@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from asyncrl.data import DataProto
-from asyncrl.errors import DeadlineError, InvalidDataError
+from asyncrl.errors import BufferClosedError, DeadlineError, InvalidDataError
 from asyncrl.rollout.trajectory import Trajectory, Turn
 from asyncrl.serve import sessions
 from asyncrl.serve.errors import APIError
@@ -290,6 +290,36 @@ async def test_closing_again_after_a_deadline_does_nothing(caplog):
 
 
 @pytest.mark.parametrize("deadline_s", [10.0, 0.01])
+async def test_closing_waits_for_what_is_made_to_be_put_and_refuses_what_comes_later(caplog, deadline_s):
+    sink, made = BlockedSink(), asyncio.Event()
+    sink.open.set()
+    groups = GroupedSink(sink)
+    await groups.put([trajectory(0)], group="g", size=2)
+
+    async def store():
+        with groups.storing():
+            await made.wait()
+            return await groups.put([trajectory(1)], group="g", size=2)
+
+    last = asyncio.create_task(store())
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(groups.close(deadline_s=deadline_s))
+    if deadline_s < 1:
+        await closing
+        made.set()
+        with pytest.raises(BufferClosedError, match="group 'g' has 1 of 2 members"):
+            await last
+    else:
+        await asyncio.sleep(0.01)
+        made.set()
+        await asyncio.gather(last, closing)
+        assert "incomplete" not in caplog.text
+    assert [len(each) for each in sink.kept] == ([] if deadline_s < 1 else [2])
+    assert ("group 'g' is lost: 1 sessions" in caplog.text) == (deadline_s < 1)
+    assert groups.incomplete == 0
+
+
+@pytest.mark.parametrize("deadline_s", [10.0, 0.01])
 async def test_closing_waits_for_a_group_that_is_being_stored_and_logs_it_if_it_never_is(caplog, deadline_s):
     sink = BlockedSink()
     groups = GroupedSink(sink)
@@ -403,8 +433,8 @@ async def test_one_key_leaves_the_others_half_of_the_room_however_large_its_grou
 
 @pytest.mark.parametrize("bound", [{"tokens": 24}, {"groups": 4}])
 async def test_one_key_has_half_of_the_room_for_incomplete_groups(bound):
-    groups = GroupedSink(FailingSink(), **bound)
     for several_keys in (True, False):
+        groups = GroupedSink(FailingSink(), **bound)
         groups.several_keys = several_keys
         for name in "ab":
             await groups.put([trajectory(0)], group=name, holder="alice", size=2)

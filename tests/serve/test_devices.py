@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import asyncrl
-from asyncrl.errors import InfrastructureError, ResourceError
+from asyncrl.errors import ConfigError, InfrastructureError, ResourceError
 from asyncrl.interfaces import DeviceShare
 from asyncrl.rollout.engine_worker import EngineSpec
 from asyncrl.serve import serving
@@ -92,6 +92,11 @@ async def test_each_process_sees_gpus_of_its_own_and_keeps_them(
         ("0,1", {"replicas": 2, "separate": False}, ["cuda:0", "cuda:1"]),
         ("0,1", {"replicas": 2, "separate": False, "engine_options": {"device": "cuda:1"}}, ["cuda:1", "cuda:1"]),
         ("0,1", {"replicas": 2, "engine_options": {"device": "cpu"}}, [None, None]),
+        (
+            "0,1",
+            {"replicas": 2, "engine": "asyncrl.testing:VersionEchoEngine", "engine_options": {"device": "cuda:1"}},
+            [None, None],
+        ),
         ("2", {"replicas": 2}, ["2", "2"]),
         ("2,3,4,5,6", {"replicas": 2, "engine": "asyncrl.testing:VersionEchoEngine"}, ["2,3", "4,5"]),
         (
@@ -121,7 +126,7 @@ async def test_engines_get_as_many_gpus_as_they_take(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"replicas": 3}, "3 replicas with 1 of 2 visible GPUs each, .* use at most 2, or set kv_cache_bytes"),
+        ({"replicas": 3}, "none are left for replica-2: use at most 2 replicas here, or set kv_cache_bytes"),
         ({"engine_options": {"arguments": {"tensor_parallel_size": 4}}}, "a replica takes 4 GPUs, and 2 can be seen"),
     ],
 )
@@ -131,6 +136,20 @@ async def test_too_few_gpus_are_refused(
     see("0,1")
     with pytest.raises(ResourceError, match=words):
         async with asyncrl.serve(model, engine="vllm", separate=True, binding=Binding(port=0), **options):
+            raise AssertionError
+    assert made == []
+
+
+@pytest.mark.parametrize(
+    "arguments", ["tensor_parallel_size=2", {"tensor_parallel_size": "2"}, {"tensor_parallel_size": -1}]
+)
+async def test_options_that_say_no_number_of_gpus_are_named(
+    model: str, see: Callable[[str], None], made: list[Any], arguments: Any
+) -> None:
+    see("0,1")
+    options = {"engine": "vllm", "engine_options": {"arguments": arguments}}
+    with pytest.raises(ConfigError, match="the engine's options do not fit"):
+        async with asyncrl.serve(model, separate=True, binding=Binding(port=0), **options):
             raise AssertionError
     assert made == []
 

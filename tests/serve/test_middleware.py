@@ -321,7 +321,7 @@ async def test_the_choices_of_a_request_have_their_places_before_any_is_sent(ser
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "say it"}]}
     async with serve(limits=Limits(concurrent_requests_per_key=3)) as served:
         refused = await served.post("/v1/chat/completions", {**chat, "n": 4}, status=429)
-        assert "4 generations of this key would run; at most 3 may" in refused["error"]["message"]
+        assert "4 requests of this key would run (each choice counts); at most 3 may" in refused["error"]["message"]
         assert served.engines[0].requests == []
         await served.post("/v1/chat/completions", {**chat, "n": 3})
         assert served.state.concurrency.running == 0

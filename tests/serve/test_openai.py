@@ -175,6 +175,14 @@ async def test_tool_calls_are_parsed(serve):
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+async def test_a_tool_call_that_a_stop_string_ends_is_one(serve):
+    async with serve(lambda prompt: CALL) as served:
+        body = {**CHAT, "tools": TOOLS, "stop": ["</tool_call>"]}
+        [choice] = (await served.post("/v1/chat/completions", body))["choices"]
+        assert choice["message"]["content"] == "sum:"
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["add"]
+
+
 async def test_an_invalid_tool_call_is_text(serve):
     async with serve(lambda prompt: "<tool_call>nonsense<|end|>") as served:
         answer = await served.post("/v1/chat/completions", {**CHAT, "tools": TOOLS})
@@ -418,6 +426,7 @@ async def test_threads_that_tokenize_are_no_others(serve, text, monkeypatch):
             while served.state.concurrency.running < 40 or not threads:
                 await asyncio.sleep(0.01)
             assert await asyncio.wait_for(asyncio.to_thread(str, 5), 10) == "5"
+            assert all(name.startswith("text") for name in threads), threads
         finally:
             release.set()
 

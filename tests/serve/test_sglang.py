@@ -115,6 +115,17 @@ async def test_all_events_of_a_stream_have_at_most_twice_the_log_probs_that_an_a
         assert (len(parts) >= 2, len(parts[-1]["output_top_logprobs"])) == (True, answer)
 
 
+async def test_a_bound_beyond_the_context_makes_events_no_rarer(serve):
+    async with serve(lambda prompt: [9] * 40, limits=Limits(likeliest_tokens=300)) as served:
+        served.state.context_tokens = 50
+        body = {"input_ids": [5], "return_logprob": True, "top_logprobs_num": 2, "stream": True}
+        counts = [
+            len(await served.events("/generate", {**body, "sampling_params": {"max_new_tokens": most}}))
+            for most in (49, 10_000)
+        ]
+        assert counts[0] == counts[1] > 3
+
+
 async def test_a_turn_is_captured_after_the_one_that_it_continues(serve):
     async with serve(lambda prompt: [9, 10]) as served:
         first = await served.post("/sessions/s/generate", BODY)

@@ -196,12 +196,12 @@ class MadeGroup:
     async def aclose(self) -> None: ...
 
 
-def assembly_with_pool(tmp_path: Path, settings: list[str]) -> Assembly:
+def assembly_with_pool(tmp_path: Path, settings: list[str], publisher: Any = None) -> Assembly:
     (tmp_path / "run.toml").write_text(FILE)
     assembly = Assembly(load_config(tmp_path / "run.toml", settings), log_folder=tmp_path)
     requests: Any = {"rollout-0": SimpleNamespace(name="rollout-0")}
     groups: Any = {"rollout-0": MadeGroup()}
-    assembly._make_pool(groups, requests, AsyncExitStack())
+    assembly._make_pool(groups, requests, AsyncExitStack(), publisher)
     return assembly
 
 

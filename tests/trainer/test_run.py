@@ -374,8 +374,33 @@ def test_a_key_of_the_trainer_that_a_critic_shares_cannot_be_set(small_config: M
         training._set("trainer.max_tokens_per_microbatch", 2048)
 
 
+def test_nothing_is_set_while_recorded_steps_are_trained_again(small_config: MakeConfig):
+    with training_run(small_config(steps=9)) as training:
+        journal = SimpleNamespace(recovered=SimpleNamespace(batches={3: [7], 4: [8], 99: [9]}))
+        training._driver = cast(Any, SimpleNamespace(journal=journal))
+        training._step_begun = 3
+        with pytest.raises(ConfigError, match=r"trainer\.lr: steps until 4 are trained again .* set it after step 4"):
+            training._set("trainer.lr", 1e-4)
+        training._step_begun = 4
+        training._set("trainer.lr", 1e-4)
+
+
+def test_configurations_that_trained_steps_after_another(tmp_path: Path):
+    with RunDirectory.create(tmp_path, "r") as run:
+        for step, text in enumerate(("a", "b", "c", "d")):
+            run.write_config(text, step=10 * step or None)
+        assert sorted(path.read_text() for path in run.configs_until_after(10)) == ["b", "c"]
+        assert run.configs_until_after(30) == []
+        run.rewind(10)
+        assert run.configs_until_after(0) == [run.path / "config-10.toml"]
+        run.write_config("e", step=20)
+        assert (run.path / "config-20.toml").read_text() == "d"
+
+
 TWICE = {"buffer": {"options": {"max_uses": 2}}}
 FALLING = {"lr_scheduler_type": "linear"}
+WAIT = {"staleness": {"policy": "wait"}}
+CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae", "loss": "ppo"}}
 SCORED: dict[str, Any] = {"reward": {"source": "worlds:Length"}}
 
 
@@ -410,7 +435,13 @@ def test_a_change_that_a_resume_cannot_honour_is_refused(
         ({}, {}, True),
         ({}, {"trainer": {"lr": 1e-3}}, False),
         ({}, {"algorithm": {"kl_coef": 0.1}}, False),
-        ({}, {"critic": {"lr": 1e-3}}, False),
+        ({}, {"critic": {"lr": 1e-3}}, True),  # there is none
+        (CRITIC, CRITIC | {"critic": {"lr": 1e-3}}, False),
+        ({}, {"trainer": {"max_tokens_per_microbatch": 9000, "gradient_checkpointing": True}}, True),
+        ({}, {"algorithm": {"max_mismatch_kl": 0.5}}, True),
+        ({"max_staleness": 2}, {"max_staleness": 3}, False),
+        ({"max_staleness": 2} | WAIT, {"max_staleness": 3} | WAIT, True),
+        ({"max_staleness": 2} | WAIT, {"max_staleness": 2}, False),
         ({}, {"rollout": {"temperature": 0.5}}, False),
         ({}, {"algorithm": {"allow_unsound": True}, "rollout": {"replicas": 2}}, True),
         ({}, {"trainer": {"groups_per_step": 9, "num_cpus": 2.0}}, True),

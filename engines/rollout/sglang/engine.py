@@ -693,7 +693,7 @@ class SGLangEngine:
             try:
                 await sglang.load(named, version=version, flush=kv_cache == "recompute")
             except Exception as error:
-                self._fenced = f"version {version} was loaded only in part: {error or type(error).__name__}"
+                self._fenced = f"version {version} was loaded only in part: {str(error) or type(error).__name__}"
                 self._fail_held(EngineError(self._fenced))
                 raise
             self._fenced = ""

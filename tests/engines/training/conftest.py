@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     Glm4MoeConfig,
     GraniteConfig,
+    HunYuanMoEV1Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -44,6 +45,7 @@ _CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "phimoe": PhimoeConfig,
     "ernie4_5_moe": Ernie4_5_MoeConfig,
     "glm4_moe": Glm4MoeConfig,
+    "hunyuan_v1_moe": HunYuanMoEV1Config,
 }
 
 

@@ -141,8 +141,11 @@ def publish_shards(rank: int, store: Store) -> dict[str, tuple[list[WeightManife
 def test_what_ranks_shard_is_hashed_from_host_to_host_in_few_messages() -> None:
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     with subprocess.Popen([sys.executable, __file__, str(store.port)]) as other:
-        found = publish_shards(0, store)
-        assert other.wait(60.0) == 0
+        try:
+            found = publish_shards(0, store)
+            assert other.wait(60.0) == 0
+        finally:
+            other.kill()
     expected = {name: xxhash.xxh3_64_intdigest(tensor_bytes(name, each)) for name, each in sharded_model().items()}
     for backend, groups in (("gloo", 0), ("nccl", 1)):
         manifests, messages, made = found[backend]

@@ -58,7 +58,7 @@ class Defect:
 
 DEFECTS = (
     # dispatch and groups
-    Defect("data ranks are counted by tp alone", "cp", SHAPE, "return self.cp * self.tp", "return self.tp"),
+    Defect("data ranks are counted by tp alone", "dp_shard+cp dp_replicate+cp", SHAPE, "self.cp * self.tp", "self.tp"),
     Defect(
         "data ranks are those of the innermost dimension",
         "cp tp",

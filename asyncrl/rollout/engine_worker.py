@@ -141,8 +141,8 @@ class EngineWorker(Worker):
         return self._engine.statistics()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
-    async def prepare_weights(self, weights: DataProto) -> None:
-        """Check a :func:`weight_batch`, then prepare it on the engine.
+    async def prepare_weights(self, weights: DataProto) -> RolloutEngineStatistics:
+        """Check a :func:`weight_batch`, then prepare it on the engine, unless that serves it: a commit was cut off.
 
         Raises:
             WeightMismatchError: a tensor is not the manifest's.
@@ -150,7 +150,9 @@ class EngineWorker(Worker):
         manifest = WeightManifest.decode(weights.meta_info["manifest"])
         tensors = await asyncio.to_thread(_checked, weights, manifest)
         self._manifest = manifest
-        await self._engine.prepare_weights(tensors, version=manifest.version)
+        if self._engine.weight_version != manifest.version:
+            await self._engine.prepare_weights(tensors, version=manifest.version)
+        return self._engine.statistics()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     async def commit_weights(self, version: int, kv_cache: KVCachePolicy) -> RolloutEngineStatistics:
@@ -306,7 +308,7 @@ class WorkerGroupEngine:
         with ExitStack() as opened:
             tensors = await shield_until_done(in_thread(opened.enter_context, self._transport.pull(manifest)))
             try:
-                await self._ask(await asyncio.to_thread(_send, group, tensors, manifest))
+                self._take(await self._ask(await asyncio.to_thread(_send, group, tensors, manifest)))
             finally:
                 del tensors
 
@@ -341,7 +343,9 @@ class WorkerGroupEngine:
         return self._statistics
 
 
-def _send(group: Any, tensors: Mapping[str, torch.Tensor], manifest: WeightManifest) -> Awaitable[None]:
+def _send(
+    group: Any, tensors: Mapping[str, torch.Tensor], manifest: WeightManifest
+) -> Awaitable[RolloutEngineStatistics]:
     """Any: a worker group."""
-    sent: Awaitable[None] = group.prepare_weights(weight_batch(tensors, manifest))
+    sent: Awaitable[RolloutEngineStatistics] = group.prepare_weights(weight_batch(tensors, manifest))
     return sent

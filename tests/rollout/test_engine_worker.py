@@ -134,7 +134,10 @@ class OtherTensors(VersionEchoEngine):
         return dict.fromkeys(names, ("float32", 0))
 
 
-async def test_a_commit_that_was_cut_off_is_proven_when_it_is_repeated(transport: SharedMemoryTransport) -> None:
+@pytest.mark.parametrize("learns", ["resume", "fetch_weights"])  # whose answers have the version
+async def test_a_commit_that_was_cut_off_is_proven_when_it_is_repeated(
+    transport: SharedMemoryTransport, learns: str
+) -> None:
     spec = EngineSpec(engine=f"{__name__}:OtherTensors", model="", options={})
     async with hosted(transport, spec) as engine:
         manifest = transport.publish(weights(1), version=1)
@@ -144,7 +147,7 @@ async def test_a_commit_that_was_cut_off_is_proven_when_it_is_repeated(transport
             pass
         commit.cancel()
         await asyncio.wait([commit])
-        await engine.resume()  # whose answer has the version
+        await (engine.resume() if learns == "resume" else engine.fetch_weights(manifest))
         assert engine.weight_version == 1
         with pytest.raises(LiveWeightsError, match=r"weight version 1, but its tensor a\.weight"):
             await commit_into(engine, 1, kv_cache="keep", manifest=manifest)

@@ -204,7 +204,9 @@ def check_part(
         except ConfigError as error:
             if not error.path or error.path.startswith(f"{table.partition('.')[0]}."):
                 raise
-            raise _error(f"{table}.{error.path}", str(error), error.remedy) from error
+            section, _, _ = table.rpartition(".")  # whose own keys are given, beside the options in its table
+            where = section if section and error.path.partition(".")[0] in given else table
+            raise _error(f"{where}.{error.path}", str(error), error.remedy) from error
     return part
 
 

@@ -27,6 +27,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lease", type=float, default=3600.0, metavar="S", help="their time to live (3600)")
     parser.add_argument("--deadline", type=float, default=60.0, metavar="S", help="of a command (60)")
     parser.add_argument("--memory-gib", type=float, default=2.0, metavar="G", help="of a sandbox (2)")
+    parser.add_argument("--file-mib", type=float, default=256.0, metavar="M", help="of all files of a sandbox (256)")
+    parser.add_argument("--files", type=int, default=1024, metavar="N", help="open files of a process (1024)")
+    parser.add_argument("--children", type=int, default=256, metavar="N", help="processes of a sandbox (256)")
+    parser.add_argument("--network", action="store_true", help="allow a network, which container has")
 
 
 def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -41,7 +45,14 @@ def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     options: dict[str, Any] = {"image": namespace.image} if namespace.image else {}
     options |= offered_options("asyncrl.sandboxes", namespace.backend, {"lease_s": namespace.lease}, path="backend")
     backend = make_part("asyncrl.sandboxes", namespace.backend, options=options, path="backend")
-    limits = SandboxLimits(deadline_s=namespace.deadline, memory_bytes=int(namespace.memory_gib * (1 << 30)))
+    limits = SandboxLimits(
+        deadline_s=namespace.deadline,
+        memory_bytes=int(namespace.memory_gib * (1 << 30)),
+        file_bytes=int(namespace.file_mib * (1 << 20)),
+        files=namespace.files,
+        children=namespace.children,
+        network=namespace.network,
+    )
 
     async def serve() -> None:
         server = SandboxServer(

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _KEY = "env.options"
 _INHERITED = ("LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TZ", "USER")
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+_PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 _END_S = 10.0
 _GRACE_S = 5.0
 """Time for an agent to end once it has no more turns."""
@@ -524,10 +524,10 @@ def _addresses(session: AgentSession) -> dict[str, str]:
 
 
 def filled(text: str, names: Mapping[str, str], *, option: str = "command") -> str:
-    """Fill in ``{name}`` in the value of an option; other braces stay.
+    """Fill in ``{name}`` in the value of an option; other braces stay, a shell's ``${name}`` too.
 
-    >>> filled('{task}: {"a": 1}', {"task": "add"})
-    'add: {"a": 1}'
+    >>> filled('{task}: {"a": 1} ${HOME}', {"task": "add"})
+    'add: {"a": 1} ${HOME}'
 
     Raises:
         ConfigError: there is no such name.

@@ -27,7 +27,7 @@ _MOST_UNASKED = 1_000
 _MOST_PAGES = 100
 _GRACE_S = 2.0
 """Time for a server to end after its input was closed; then its process group is killed."""
-_INVALID_PARAMS, _METHOD_NOT_FOUND = -32602, -32601
+_METHOD_NOT_FOUND, _INVALID_PARAMS, _INTERNAL_ERROR = -32601, -32602, -32603
 _INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
 _PROGRAM = """import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -268,7 +268,7 @@ class MCPServer:
         """Send a request and return its result.
 
         Raises:
-            ValueError: the server refused the parameters.
+            ValueError: the server refused the parameters, or its tool failed.
             EnvironmentFailure: it ended, answered with another error, or does not keep to the protocol.
             EnvironmentDeadlineError: no answer came in time.
         """
@@ -287,7 +287,9 @@ class MCPServer:
             text = f"MCP server {self.name!r} failed in {method}: {error}"
             raise EnvironmentFailure(text + self._transport.last_words()) from error
         problem = answer.get("error")
-        if isinstance(problem, dict) and problem.get("code") == _INVALID_PARAMS:
+        # An exception in a tool is an internal error to some servers, and a result with isError to others.
+        mistakes = (_INVALID_PARAMS, _INTERNAL_ERROR) if method == "tools/call" else (_INVALID_PARAMS,)
+        if isinstance(problem, dict) and problem.get("code") in mistakes:
             raise ValueError(str(problem.get("message", "invalid parameters")))
         result = answer.get("result")
         if not isinstance(result, dict):

@@ -196,11 +196,18 @@ class SandboxFactory(DatasetFactory):
             raise ConfigError(str(error), path="env.options.limits", remedy="fields of SandboxLimits") from error
         self._backend: dict[str, Any] = {"options": backend_options or {}, "path": "env.options.backend"}
         self._backend_name = backend
-        check_part(_GROUP, backend, table="env.options.backend_options", **self._backend)
+        made = check_part(_GROUP, backend, table="env.options.backend_options", **self._backend)
+        if self._limits.network and not getattr(made, "has_network", True):
+            remedy = "the backend container, or network = false"
+            raise ConfigError(f"{backend} has no network", path="env.options.limits.network", remedy=remedy)
         self._most, self._warm, self._lease_s, self._wait_s = most, min(warm, most), lease_s, wait_s
         self._shown, self._check, self._ends = tuple(tools), check, CheckEnds("check")
         self._declared = [each.tool for each in _python_tools(cast(Sandbox, None), self._shown)]
         self._pool: SandboxPool | None = None
+
+    @property
+    def longest_command_s(self) -> float:
+        return self._limits.deadline_s
 
     def make(self) -> SandboxEnvironment:
         return SandboxEnvironment(

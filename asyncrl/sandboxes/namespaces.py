@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.io import LockedTemporaryDirectory
@@ -39,6 +39,8 @@ class NamespacesBackend:
         require_isolation: whether to refuse a machine that does not allow all kinds of isolation.
         loopback: whether programs have a loopback interface, of their sandbox's own.
     """
+
+    has_network: ClassVar[bool] = False
 
     def __init__(self, *, require_isolation: bool = False, loopback: bool = False) -> None:
         self._require_isolation = require_isolation

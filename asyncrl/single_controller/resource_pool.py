@@ -114,7 +114,7 @@ def check_capacity(groups: Sequence[Bundles], strategy: PlacementStrategy, nodes
             fits &= sum(any(_room(unit, node.total) >= 1 for unit in units) for node in nodes) >= len(units)
         if not fits:
             raise ResourceError(
-                f"placement group {number} does not fit ({strategy}, {len(bundles)} bundles, {_table(_sum(bundles))})\n"
+                f"placement group {number} does not fit ({strategy}, {len(bundles)} bundles, {table(_sum(bundles))})\n"
                 + describe(groups, nodes)
             )
 
@@ -123,9 +123,9 @@ def describe(groups: Sequence[Bundles], nodes: Sequence[NodeResources]) -> str:
     """Describe the requested and the existing resources, in total and by node."""
     total, available = _sum([node.total for node in nodes]), _sum([node.available for node in nodes])
     lines = [
-        f"requested: {_table(_sum([bundle for bundles in groups for bundle in bundles]))}",
-        f"in total:  {_table(total)}, available now: {_table(available)}",
-        *(f"node {node.name}: {_table(node.total)}, available now: {_table(node.available)}" for node in nodes),
+        f"requested: {table(_sum([bundle for bundles in groups for bundle in bundles]))}",
+        f"in total:  {table(total)}, available now: {table(available)}",
+        *(f"node {node.name}: {table(node.total)}, available now: {table(node.available)}" for node in nodes),
     ]
     return "\n".join(lines)
 
@@ -141,7 +141,7 @@ def _sum(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
 
 
-def _table(resources: Mapping[str, float]) -> str:
+def table(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if amount) or "nothing"
 
 
@@ -240,9 +240,8 @@ class ResourcePoolManager:
         Raises:
             ResourceError: Ray is not initialised, or the cluster could not hold the pools if nothing else ran on it.
         """
-        from asyncrl.single_controller.ray.resource_pool import RayResourcePool, cluster_nodes
+        from asyncrl.single_controller.ray.resource_pool import RayResourcePool, check_together
 
-        nodes = cluster_nodes()
         groups = Counter(self.mapping.values())
         pools = {
             name: RayResourcePool(
@@ -253,14 +252,7 @@ class ResourcePoolManager:
             )
             for name, counts in self.resource_pool_spec.items()
         }
-        try:
-            check_capacity([bundles for pool in pools.values() for bundles in pool.bundles()], self._strategy, nodes)
-        except ResourceError as error:
-            lines = [f"the cluster cannot hold the {len(pools)} pools together: {error}"]
-            for name, pool in pools.items():
-                shared = f", for {pool.max_colocate_count} groups" if pool.max_colocate_count > 1 else ""
-                lines.append(f"pool {name}: {list(pool.process_on_nodes)} bundles of {_table(pool.bundle())}{shared}")
-            raise ResourceError("\n".join(lines)) from error
+        check_together(pools, strategy=self._strategy)
         self.resource_pool_dict = pools
 
     def get_resource_pool(self, role: Hashable) -> RayResourcePool:

@@ -20,7 +20,7 @@ from asyncrl.config.config import Document
 from asyncrl.datasets.source import check_files
 from asyncrl.errors import AsyncRLError, ConfigError, InvalidDataError
 from asyncrl.foreign import cause_of
-from asyncrl.interfaces import EnvironmentFactory, FiniteHeldOutTasks, Message
+from asyncrl.interfaces import EnvironmentFactory, FiniteHeldOutTasks, Message, TaskDifficulty
 from asyncrl.model_folder import check_model, rotary_change
 from asyncrl.plugins import Part, check_part, install_command, is_model_source, offered_options, part_text
 from asyncrl.rollout.chat import load_renderer
@@ -279,6 +279,14 @@ def _check_tasks(config: Config, environments: EnvironmentFactory) -> None:
             if not isinstance(environments, FiniteHeldOutTasks):
                 environments.task(0, split="held_out")
         made = environments.make()
+        alike = config.env.candidates and not isinstance(environments, TaskDifficulty)
+        if alike and not any(environments.task(number, split="train").get("environment") for number in range(8)):
+            what = f" = {config.env.candidates}: the tasks of {part_text(config.env.name)!r} are all of one difficulty"
+            _refuse("env.candidates", what, "use 0, or give the environment a difficulty(task)")
+    command_s = getattr(environments, "longest_command_s", 0.0)
+    if command_s >= config.env.deadline_s:
+        what = f" = {config.env.deadline_s:g}: one command of a turn may take {command_s:g} s"
+        _refuse("env.deadline_s", what, "use several times env.options.limits.deadline_s")
     credit = getattr(made, "credit", config.algorithm.credit)
     if config.steps and config.algorithm.credit != credit:
         remedy = f'set algorithm.credit = "{credit}", or train one player only'

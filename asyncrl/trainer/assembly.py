@@ -165,6 +165,7 @@ def _ray_group_maker(
         RayCluster(address=cluster.address, num_cpus=num_cpus, log_folder=log_folder, on_lost=failure_of_program())
     )
     from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, SubRayResourcePool
+    from asyncrl.single_controller.ray.resource_pool import check_together
 
     shared = RayResourcePool(
         [places] if places else [],
@@ -173,14 +174,19 @@ def _ray_group_maker(
         gpus_per_worker=max((request.num_gpus for request in sharing), default=0.0),
     )
 
+    def own_pool(request: WorkerGroupRequest) -> RayResourcePool:
+        return RayResourcePool([request.world_size], cpus_per_worker=request.num_cpus, gpus_per_worker=request.num_gpus)
+
+    pools = {request.name: own_pool(request) for request in requests if request.bundles is None}
+    check_together({"shared by trainer and rollout": shared, **pools} if sharing else pools)
+
     def make(request: WorkerGroupRequest) -> WorkerGroup:
         # Threads that wait for one another must sleep, not spin: other workers compute on these cores.
-        made = request.class_with_arguments(RayClassWithInitArgs).options(env_vars={"OMP_WAIT_POLICY": "PASSIVE"})
-        pool = (
-            RayResourcePool([request.world_size], cpus_per_worker=request.num_cpus, gpus_per_worker=request.num_gpus)
-            if request.bundles is None
-            else SubRayResourcePool([(shared, request.bundles)])
-        )
+        variables = {"OMP_WAIT_POLICY": "PASSIVE"}
+        if not request.num_gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves a worker that reserves no device all of them
+        made = request.class_with_arguments(RayClassWithInitArgs).options(env_vars=variables)
+        pool = own_pool(request) if request.bundles is None else SubRayResourcePool([(shared, request.bundles)])
         return RayWorkerGroup(
             resource_pool=pool,
             ray_cls_with_init=made,
@@ -440,7 +446,9 @@ class Assembly:
                 )
             )
         if needs_reference(config) and trainer.lora is None:
-            frozen = TrainerSpec(engine=trainer.engine, engine_options=dict(trainer.options))
+            # One rank, which holds the whole model: no layers are divided.
+            options = {name: value for name, value in trainer.options.items() if name != "stages_per_rank"}
+            frozen = TrainerSpec(engine=trainer.engine, engine_options=options)
             requests.append(
                 WorkerGroupRequest(
                     role="reference",

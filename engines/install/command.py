@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from asyncrl.cli.output import show, show_status
 from asyncrl.errors import ConfigError
 from asyncrl.plugins import load_part, part_names
-from engines.install.venv import Device, EngineRecipe, EngineVenv, VenvStatus
+from engines.install.venv import Device, EngineRecipe, EngineVenv, PipInstall, VenvStatus
 
 SUMMARY = "install or check the environment of vLLM or SGLang"
 GROUP = "asyncrl.engine_recipes"
@@ -41,9 +43,15 @@ def default_folder(engine: str) -> Path:
 
 
 def recipe_of(engine: str, device: Device) -> EngineRecipe:
-    """Return the recipe of an engine; raise ConfigError if it has none."""
+    """Return the recipe of an engine, with this environment's Ray, by which `object_store` brings weights.
+
+    Raises:
+        ConfigError: the engine has no recipe.
+    """
     recipe: EngineRecipe = load_part(GROUP, engine, path="engine")(device)
-    return recipe
+    ray = version("ray")
+    steps = (*recipe.steps, PipInstall(requirements=(f"ray=={ray}",)))
+    return dataclasses.replace(recipe, steps=steps, distributions={**recipe.distributions, "ray": ray})
 
 
 def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms import PolicyObjective, TokenLosses, supervised_token_losses, token_weights
+from asyncrl.algorithms.aggregation import check_range
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, InvalidDataError
@@ -74,6 +75,11 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
             ),
             temperature=self.temperature,
         )
+
+    def _check(self) -> None:
+        super()._check()
+        lora_of(self.lora)
+        check_range("temperature", self.temperature, low=0.0, open_low=True)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Make ``num_mini_batches * epochs`` optimizer steps on a trajectory batch.

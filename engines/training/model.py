@@ -522,12 +522,6 @@ def check_mesh(model: PolicyModel, shape: MeshShape, *, stages_per_rank: int = 1
     if shape.pp > 1:
         with model_loading_lock:
             check_layers(model, ranks=shape.pp, stages_per_rank=stages_per_rank)
-    elif stages_per_rank > 1:
-        raise ConfigError(
-            f"stages_per_rank is {stages_per_rank}, but layers are not divided",
-            path="stages_per_rank",
-            remedy="1, or a mesh with pp",
-        )
     if shape.tp == 1:
         return
     head: Any = model.causal_lm.get_output_embeddings()

@@ -85,6 +85,25 @@ class LearningRate:
                 assert_never(self.lr_scheduler_type)
 
 
+def check_optimizer(name: OptimizerName, options: Mapping[str, Any] | None, *, divided: int, **given: Any) -> None:
+    """Check an optimizer before there are parameters, matrices of which ``divided`` ranks share.
+
+    Raises:
+        ConfigError: as :class:`ShardedOptimizer`, which takes the other arguments.
+    """
+    _check_whole(name, divided)
+    ShardedOptimizer([("matrix", nn.Parameter(torch.zeros(2, 2)))], name=name, options=options, **given)
+
+
+def _check_whole(name: OptimizerName, divided: int) -> None:
+    if name in _WHOLE and divided > 1:
+        raise ConfigError(
+            f"optimizer {name!r} computes with whole matrices, which {divided} ranks have a part of each here",
+            path="optimizer",
+            remedy="'adamw' or 'sgd', or a mesh with dp_replicate and pp alone",
+        )
+
+
 class ShardedOptimizer:
     """An optimizer of torch or torchao on the shard that each of ``world_size`` ranks holds.
 
@@ -119,13 +138,7 @@ class ShardedOptimizer:
         self._steps: dict[str, int] = {}
         # torch's gradient descent would add it to the gradients, and so to their momentum.
         self._decay = weight_decay if name == "sgd" else 0.0
-        divided = max((_shards(parameter) for parameter in self._sharded.values()), default=1)
-        if name in _WHOLE and divided > 1:
-            raise ConfigError(
-                f"optimizer {name!r} computes with whole matrices, which {divided} ranks have a part of each here",
-                path="optimizer",
-                remedy="'adamw' or 'sgd', or a mesh with dp_replicate and pp alone",
-            )
+        _check_whole(name, max((_shards(parameter) for parameter in self._sharded.values()), default=1))
         adam = {"betas": betas, "eps": eps}
         make, given, held = _class_of(name), dict(options or {}), list(self._sharded)
         known = sorted(inspect.signature(make).parameters.keys() - _OURS - (adam.keys() if "adam" in name else set()))

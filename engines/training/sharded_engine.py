@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,14 @@ from engines.training.checkpoint import (
 from engines.training.log_probs import Extras
 from engines.training.model import ComputeDtype, PolicyModel, check_mesh, local_shard, shard
 from engines.training.offload import Offload, resizable
-from engines.training.optimizer import LearningRate, OptimizerName, Schedule, ShardedOptimizer, clipping_scale
+from engines.training.optimizer import (
+    LearningRate,
+    OptimizerName,
+    Schedule,
+    ShardedOptimizer,
+    check_optimizer,
+    clipping_scale,
+)
 from engines.training.packed_attention import forget_masks
 from engines.training.packing import Layout, PackedRows
 from engines.training.partition import BatchPartition
@@ -123,14 +131,9 @@ class ShardedEngine(Generic[ModelT]):
 
         ``load(True)`` makes one that gets its weights where they belong, if it can: one rank on a CPU has them there.
         """
-        self._check_options(temperature)
+        self._check()
         backend = "inductor" if self.compile is True else self.compile or None
-        self._rate = LearningRate(
-            peak=self.lr,
-            lr_scheduler_type=self.lr_scheduler_type,
-            warmup_steps=self.warmup_steps,
-            total_steps=self.total_steps,
-        )
+        self._rate = self._learning_rate()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         self._saved_seed = self.seed
@@ -184,7 +187,21 @@ class ShardedEngine(Generic[ModelT]):
             self._ranks.close()
             raise
 
-    def _check_options(self, temperature: float) -> None:
+    @classmethod
+    def check_options(cls, *arguments: Any, **options: Any) -> None:
+        """Check the arguments of an engine without making it.
+
+        Raises:
+            ConfigError: one of them cannot be used, whatever the model.
+        """
+        engine = cls.__new__(cls)
+        given = inspect.signature(cls).bind(*arguments, **options)
+        given.apply_defaults()
+        vars(engine).update(given.arguments)
+        engine._check()  # noqa: SLF001 - its own
+
+    def _check(self) -> None:
+        """Check the options, and those that a derived class adds."""
         for name in ("max_tokens_per_microbatch", "stages_per_rank", "num_mini_batches", "epochs", "threads"):
             value = getattr(self, name)
             if name == "threads" and value is None:
@@ -203,7 +220,6 @@ class ShardedEngine(Generic[ModelT]):
                 path="compile",
                 remedy="false, or a mesh without tp",
             )
-        check_range("temperature", temperature, low=0.0, open_low=True)
         check_range("weight_decay", self.weight_decay, low=0.0)
         check_range("eps", self.eps, low=0.0, open_low=True)
         for beta in self.betas:
@@ -215,6 +231,30 @@ class ShardedEngine(Generic[ModelT]):
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"{name} is {value!r}", path=name, remedy=f"one of {', '.join(choices)}")
+        self._learning_rate()
+        shape = MeshShape.of(self.mesh, world_size=self.world_size)
+        if self.stages_per_rank > 1 and shape.pp == 1:
+            raise ConfigError(
+                f"stages_per_rank is {self.stages_per_rank}, but layers are not divided",
+                path="stages_per_rank",
+                remedy="1, or a mesh with pp",
+            )
+        check_optimizer(
+            self.optimizer,
+            self.optimizer_options,
+            divided=self.world_size // (shape.dp_replicate * shape.pp),
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            eps=self.eps,
+        )
+
+    def _learning_rate(self) -> LearningRate:
+        return LearningRate(
+            peak=self.lr,
+            lr_scheduler_type=self.lr_scheduler_type,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.total_steps,
+        )
 
     # ------------------------------------------------------------------------------------------- save, load and export
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
 
-from asyncrl.errors import WeightError, WeightMismatchError
+from asyncrl.errors import ConfigError, WeightError, WeightMismatchError
 from asyncrl.weights import TensorEntry, WeightManifest
 from engines.weights.transport import VersionedTransport, check_layout, check_tensors, checked_copy, in_batches
 
@@ -50,6 +52,12 @@ class ObjectStoreTransport(VersionedTransport[_Version]):
             location=rf"(?P<index>weights\.{re.escape(namespace)}\.[0-9a-f]{{8}})/(?P<version>[0-9]+)"
             r"@(?P<cluster>[\w.:\[\]-]+)",
         )
+        if find_spec("ray") is None:  # in the environment of an engine
+            raise ConfigError(
+                "weights.transport = 'object_store' needs Ray wherever it is used, and this environment has none",
+                path="weights.transport",
+                remedy=f"{sys.executable} -m pip install ray=={{the cluster's version}}, or another transport",
+            )
         if batch_size_bytes < 1:
             raise ValueError(f"batch_size_bytes must be at least 1, got {batch_size_bytes}")
         self.batch_size_bytes = batch_size_bytes

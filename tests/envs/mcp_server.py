@@ -57,10 +57,10 @@ for line in sys.stdin:
             say({"id": message["id"], "result": {"tools": tools}})
     elif method == "tools/call":
         name = message["params"]["name"]
-        if name in ("add", "sums") and manner != "refuses":
+        if name in ("add", "sums") and manner not in ("refuses", "raises"):
             say({"id": message["id"], "result": called(name, message["params"]["arguments"])})
         else:
-            code = -32603 if manner == "refuses" else -32602
+            code = {"refuses": -32000, "raises": -32603}.get(manner, -32602)
             say({"id": message["id"], "error": {"code": code, "message": f"no {name}"}})
 if manner == "stays":
     time.sleep(1000)

@@ -105,6 +105,18 @@ async def test_tools_are_those_of_the_servers(rows: str) -> None:
         await environment.close()
 
 
+async def test_a_tool_that_raises_in_its_server_is_answered(rows: str) -> None:
+    factory = factory_of(rows, servers={"sums": on_stdio("raises")})
+    environment = factory.make()
+    try:
+        await environment.reset(factory.task(0, split="train"))
+        call = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+        (message,) = (await environment.step({"role": "assistant", "content": "", "tool_calls": [call]})).messages
+        assert message["content"] == "error: no add"
+    finally:
+        await environment.close()
+
+
 @pytest.mark.parametrize(
     ("manner", "error", "says"),
     [
@@ -113,7 +125,7 @@ async def test_tools_are_those_of_the_servers(rows: str) -> None:
         ("floods", EnvironmentFailure, "'sums' failed in tools/call: Separator is not found"),
         ("chatters", EnvironmentFailure, "it sent 1001 messages without a request"),
         ("hangs", EnvironmentDeadlineError, "'sums' gave no answer to tools/call in 1 s"),
-        ("refuses", EnvironmentFailure, "'sums' failed in tools/call: {'code': -32603"),
+        ("refuses", EnvironmentFailure, "'sums' failed in tools/call: {'code': -32000"),
         ("broken", EnvironmentFailure, "'sums' cannot be used: it lists a tool with a broken schema: {'name': 'add'"),
         ("repeats", EnvironmentFailure, "MCP server 'sums' lists a second tool that would be named 'sums_add'"),
         ("forks", None, ""),

@@ -248,6 +248,7 @@ def test_a_long_output_is_cut_in_the_middle_and_an_end_is_named():
         ({"tools": ["zsh"]}, "no tool 'zsh'"),
         ({"limits": {"disk": 1}}, "disk"),
         ({"limits": {"children": 0}}, "children is 0"),
+        ({"limits": {"network": True}}, "namespaces has no network"),
         ({"tool_deadline_s": 9.0}, "a command in a sandbox has the deadline of its limits"),
         ({"backend": "nothing"}, "no sandbox backend named 'nothing'"),
         ({"backend_options": {"x": 1}}, "no option 'x'"),

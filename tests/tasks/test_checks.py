@@ -95,6 +95,10 @@ FUNCTION = {"source": "function"}
             "requires completions, which a trajectory lacks.* it may take completion, prompt",
         ),
         ({"ledger": {"kind": "json"}}, "ledger.kind: no ledger named 'json'"),
+        ({"trainer": {"optimizer": "adafactor", "world_size": 2}}, "trainer.optimizer: .* which 2 ranks have"),
+        ({"trainer": {"optimizer_options": {"eps": 1e-6}}}, "trainer.optimizer_options: .* has no option 'eps'"),
+        ({"trainer": {"options": {"stages_per_rank": 2}}}, "trainer.options.stages_per_rank: .* not divided"),
+        ({"env": {**ECHO, "candidates": 4}}, "env.candidates = 4: the tasks of .* are all of one difficulty"),
         ({"runs": "/dev/null/runs"}, "/dev/null is no folder"),
         ({"sft": {"steps": 1}, "env": ECHO, "model": {"path": "x", "source": None, "options": {}}}, "model.path = 'x'"),
     ],
@@ -233,6 +237,14 @@ def test_rows_that_cannot_be_read_are_named_with_the_options_that_name_their_fil
     env = {"name": "dataset", "options": {"files": str(tmp_path / "rows.jsonl"), "reward": "exact"}}
     with pytest.raises(ConfigError, match=r"env.options: .*rows.jsonl:1"):
         check_start(config(tmp_path, env=env, eval={"tasks": 0}))
+
+
+def test_a_turn_in_a_sandbox_has_time_for_its_commands(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "?"}\n')
+    options = {"files": str(rows), "reward": "none", "limits": {"deadline_s": 20}}
+    with pytest.raises(ConfigError, match="deadline_s = 20: one command of a turn may take 20 s"):
+        check_start(config(tmp_path, env={"name": "sandbox", "deadline_s": 20, "options": options}, eval={"tasks": 0}))
 
 
 def test_a_rule_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config import ClusterConfig, load_config
 from asyncrl.data import DataProto
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, ResourceError
 from asyncrl.interfaces import GroupSummary
+from asyncrl.single_controller import Worker
+from asyncrl.single_controller.resource_pool import NodeResources
 from asyncrl.trainer.assembly import (
     Assembly,
     WorkerGroupRequest,
     divergence_estimator,
+    group_maker,
     make_advantages,
     proof_spec,
     rollout_spec,
@@ -252,6 +255,45 @@ async def test_weights_of_one_machine_are_refused_where_replicas_are_on_others(
     if found is not None:
         assert found.value.path == "weights.transport"
         assert found.value.remedy.startswith("object_store")
+
+
+NODES = [NodeResources(name=f"node-{number}", total={"CPU": 32.0, "GPU": 4.0}, available={}) for number in range(2)]
+
+
+@pytest.mark.parametrize(("replicas", "fits"), [(4, True), (5, False)])
+def test_groups_of_workers_have_to_fit_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int, fits: bool
+) -> None:
+    monkeypatch.setattr("asyncrl.single_controller.ray.cluster.RayCluster", lambda **_: nullcontext())
+    monkeypatch.setattr("asyncrl.single_controller.ray.resource_pool.cluster_nodes", lambda: NODES)
+    made: list[dict[str, Any]] = []
+
+    def group(*, ray_cls_with_init: Any, name: str, **_: Any) -> None:
+        made.append({"name": name, **ray_cls_with_init.actor_options["env_vars"]})
+
+    monkeypatch.setattr("asyncrl.single_controller.ray.RayWorkerGroup", group, raising=False)
+    requests = [
+        WorkerGroupRequest(role="trainer", name="trainer", worker=Worker, spec=None, world_size=4, num_gpus=1),
+        *(
+            WorkerGroupRequest(role="rollout", name=f"rollout-{each}", worker=Worker, spec=None, num_gpus=1)
+            for each in range(replicas)
+        ),
+        WorkerGroupRequest(role="reward", name="reward", worker=Worker, spec=None, num_cpus=1),
+    ]
+    with ExitStack() as stack:
+        cluster = ClusterConfig(backend="ray", address="auto")
+        with nullcontext() if fits else pytest.raises(ResourceError, match="together") as found:
+            make = group_maker(cluster, requests, log_folder=tmp_path, stack=stack)
+            for each in requests:
+                make(each)
+    if fits:  # a worker that reserves no device sees none
+        passive = {"OMP_WAIT_POLICY": "PASSIVE"}
+        assert made == [
+            *({"name": each.name, **passive} for each in requests[:-1]),
+            {"name": "reward", **passive, "CUDA_VISIBLE_DEVICES": ""},
+        ]
+    else:
+        assert "pool rollout-4: [1] bundles of 1 GPU" in str(found.value)
 
 
 async def test_a_buffer_process_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

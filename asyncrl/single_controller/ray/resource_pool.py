@@ -24,6 +24,7 @@ from asyncrl.single_controller.resource_pool import (
     ResourcePool,
     check_capacity,
     describe,
+    table,
 )
 
 # Ray leaves the types of handles, references and placement groups partly unknown.
@@ -365,6 +366,22 @@ def _joined(parts: Sequence[tuple[RayResourcePool, range]]) -> list[tuple[RayRes
         else:
             joined.append((pool, ranks))
     return joined
+
+
+def check_together(pools: Mapping[str, RayResourcePool], *, strategy: PlacementStrategy = "PACK") -> None:
+    """Check that the cluster could hold all pools at a time if nothing else ran on it.
+
+    Raises:
+        ResourceError: it could not, or Ray is not initialised.
+    """
+    try:
+        check_capacity([bundles for pool in pools.values() for bundles in pool.bundles()], strategy, cluster_nodes())
+    except ResourceError as error:
+        lines = [f"the cluster cannot hold the {len(pools)} pools together: {error}"]
+        for name, pool in pools.items():
+            shared = f", for {pool.max_colocate_count} groups" if pool.max_colocate_count > 1 else ""
+            lines.append(f"pool {name}: {list(pool.process_on_nodes)} bundles of {table(pool.bundle())}{shared}")
+        raise ResourceError("\n".join(lines)) from error
 
 
 def cluster_nodes() -> list[NodeResources]:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GraniteConfig, NanoChatConfig
 
+from asyncrl.algorithms import PolicyObjective
 from asyncrl.errors import ConfigError
 from asyncrl.mesh import MeshShape
+from engines.training.fsdp_engine import FSDPEngine
 from engines.training.model import PolicyModel, check_mesh, load_policy_model
 from engines.training.packing import PackedMicroBatch
 from engines.training.pipeline import WINDOW, Pipeline, Stage
@@ -57,9 +59,9 @@ def test_a_family_that_does_more_than_its_layers_is_refused(
         check_mesh(loaded(str(tmp_path)), MeshShape(pp=2))
 
 
-def test_stages_are_refused_where_layers_are_not_divided(model_folder: Callable[..., str]) -> None:
+def test_stages_are_refused_where_layers_are_not_divided() -> None:
     with pytest.raises(ConfigError, match="stages_per_rank is 2, but layers are not divided"):
-        check_mesh(loaded(model_folder(tied=False)), MeshShape(dp_shard=2), stages_per_rank=2)
+        FSDPEngine.check_options("", objective=PolicyObjective(), lr=1e-3, world_size=2, stages_per_rank=2)
 
 
 @pytest.mark.parametrize(("ranks", "stages_per_rank"), [(2, 1), (4, 1), (4, 2), (8, 3)])

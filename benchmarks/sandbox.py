@@ -69,8 +69,9 @@ class KillingBackend(NamespacesBackend):
 
     def _kill(self, sandbox: NamespacesSandbox) -> None:
         if sandbox._process.returncode is None:
-            os.kill(sandbox._process.pid, signal.SIGKILL)
-            self.killed += 1
+            with contextlib.suppress(ProcessLookupError):  # it has ended, which is not noticed yet
+                os.kill(sandbox._process.pid, signal.SIGKILL)
+                self.killed += 1
 
 
 # ------------------------------------------------------------------------------------------------------------- escapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -218,13 +219,23 @@ def check_base(manifest: WeightManifest, served: Mapping[str, tuple[str, int]]) 
             )
 
 
+def model_folder(model_path: str) -> Path:
+    """Return the folder of a model that is loaded; of a hub's name, where its files are kept. Blocks, asks no network."""
+    if not Path(model_path).is_dir():
+        with contextlib.suppress(ImportError, OSError, ValueError):  # not kept, or no name of a hub
+            from huggingface_hub import snapshot_download
+
+            return Path(snapshot_download(model_path, local_files_only=True))
+    return Path(model_path)
+
+
 def folder_checksums(model_path: str, dtypes: Mapping[str, str]) -> dict[str, tuple[str, int]]:
     """Return the dtype and the checksum of tensors in a model's folder, floating ones in ``dtypes`` (by name). Blocks.
 
     There are none where it has no safetensors.
     """
     found: dict[str, tuple[str, int]] = {}
-    for path in sorted(Path(model_path).glob("*.safetensors")):
+    for path in sorted(model_folder(model_path).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in sorted(dtypes.keys() & set(file.keys())):
                 tensor = file.get_tensor(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from engines.rollout.vllm.launch import GONE, StartedLLM
 # vLLM lives in an environment of its own, where the type checkers do not look.
 # pyright: reportMissingImports=false
 
+_log = logging.getLogger(__name__)
 
 NOT_PROVEN = "vLLM does not compute with what was published: "
 """Begins what a rank says of such a load. vLLM passes on the text of a rank's error, and not its class."""
@@ -119,7 +121,9 @@ class WeightUpdates:
         await self._started.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
         await self._confirmations.open()
         if self._adapters is None:
-            await self._call("asyncrl_learn", self._started.llm.model_config.model)
+            model = self._started.llm.model_config.model
+            if not any(await self._call("asyncrl_learn", model)):
+                _log.warning("no tensor of %s is found in vLLM as it is: the canary alone proves its weights", model)
 
     async def close(self) -> None:
         await self._confirmations.close()
@@ -191,10 +195,11 @@ class WeightUpdates:
         self.prepared = None
         return None
 
-    async def _call(self, method: str, *arguments: Any) -> None:
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Return what each worker returns."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            await self._started.llm.collective_rpc(method, args=arguments)
+            return list(await self._started.llm.collective_rpc(method, args=arguments))
         except EngineDeadError as error:
             raise EngineError(GONE) from error

@@ -33,7 +33,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.errors import AsyncRLError, LiveWeightsError, WeightVersionError
 from asyncrl.weights import TransportSpec, WeightManifest, WeightTransport
-from engines.rollout.model_tensors import adapted_module, adapter_name
+from engines.rollout.model_tensors import adapted_module, adapter_name, model_folder
 from engines.rollout.vllm.weights import NOT_PROVEN, Confirmation, confirm
 
 # vLLM lives in an environment of its own, where the type checkers do not look.
@@ -138,7 +138,7 @@ class ManifestTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             name: _parts(name, getattr(self.model, "packed_modules_mapping", {}))
             for name, _ in self.model.named_parameters()
         }
-        held = _read(Path(folder), {part for each in parts.values() for part in each})
+        held = _read(model_folder(folder), {part for each in parts.values() for part in each})
         self._known = {name: parts[name] for name, equal in self._compared(parts, held) if equal}
         return len(self._known)
 

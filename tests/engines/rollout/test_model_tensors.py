@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -73,7 +74,11 @@ def test_what_does_not_fit(folder_of: Callable[..., Path], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_base_of_an_adapter_is_compared_with_a_folder_of_another_dtype(
-    folder_of: Callable[..., Path], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+    folder_of: Callable[..., Path],
+    dtype: torch.dtype,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = folder_of()
     base = entries_of((name, tensor.to(dtype)) for name, tensor in tensors_of(folder).items())
@@ -81,6 +86,12 @@ def test_the_base_of_an_adapter_is_compared_with_a_folder_of_another_dtype(
         version=1, transport="", location="", tensors=(), adapter=Adapter(rank=1, alpha=1.0, base=base)
     )
     served = folder_checksums(str(folder), {entry.name: entry.dtype for entry in base})
+    kept = tmp_path / "hub" / "models--somebody--model"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("1" * 40)
+    shutil.copytree(folder, kept / "snapshots" / ("1" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert served == folder_checksums("somebody/model", {entry.name: entry.dtype for entry in base})
     check_base(manifest, served)
     for name in served:
         with pytest.raises(WeightMismatchError, match=f"its {name} is not what the engine serves"):

@@ -67,6 +67,7 @@ def keys_of(model: type[BaseModel], table: str = "") -> Iterator[Key]:
 OTHER_NAMES: Mapping[str, tuple[str, str, str]] = {
     "steps": ("trainer.total_training_steps", "max_steps", "max_steps"),
     "max_staleness": ("async_training.staleness_threshold", "", "max_off_policy_steps, max_async_level"),
+    "model.dtype": ("rollout.dtype", "bf16, fp16", ""),
     "model.path": ("actor_rollout_ref.model.path", "model, model_name_or_path", "model.name"),
     "env.options.files": ("data.train_files", "train_dataset", ""),
     "env.options.held_out": ("data.val_files", "eval_dataset", ""),
@@ -106,7 +107,7 @@ OTHER_NAMES: Mapping[str, tuple[str, str, str]] = {
     ),
     "algorithm.correction_options": (
         "rollout_is_threshold, rollout_rs_threshold",
-        "vllm_importance_sampling_cap",
+        "vllm_importance_sampling_clip_max",
         "",
     ),
     "algorithm.kl_coef": ("kl_loss_coef, use_kl_loss", "beta", "kl_tau"),

@@ -175,7 +175,7 @@ class ModelConfig(Section):
     chat_template_kwargs: Table = Field(default_factory=dict)
     """Further variables of the chat template, as in `{enable_thinking = false}`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations; optimizer state is always float32."""
+    """Type that is computed in, and of engines, frozen and published weights; what is trained is held in float32."""
 
     @model_validator(mode="before")
     @classmethod

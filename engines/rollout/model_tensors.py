@@ -220,7 +220,7 @@ def check_base(manifest: WeightManifest, served: Mapping[str, tuple[str, int]]) 
 
 
 def model_folder(model_path: str) -> Path:
-    """Return the folder of a model that is loaded; of a hub's name, where its files are kept. Blocks, asks no network."""
+    """Return the folder of a loaded model; of a hub's name, where its files are kept. Blocks, and asks no network."""
     if not Path(model_path).is_dir():
         with contextlib.suppress(ImportError, OSError, ValueError):  # not kept, or no name of a hub
             from huggingface_hub import snapshot_download

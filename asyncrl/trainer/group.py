@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from asyncrl.curriculum import Curriculum, Outcome
+from asyncrl.curriculum import Candidate, Curriculum, Outcome
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure, InvalidDataError, RolloutsLostError
 from asyncrl.interfaces import EnvironmentFactory, GroupSummary, ReplayBuffer, TaskDifficulty
@@ -86,7 +86,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskChoice:
-    """Chooses the task of each group among ``candidates`` that no other group has, by a curriculum.
+    """Chooses the task of each group among ``candidates`` that no other group has, and seen ones, by a curriculum.
 
     ``chosen`` are those that an earlier process chose for groups that are issued again.
     """
@@ -100,25 +100,31 @@ class TaskChoice:
         """Return the number of a task; ``horizon`` as in :meth:`Curriculum.choose`."""
         if group_id in self.chosen:
             return self.chosen[group_id]
-        first = group_id * self.candidates
-        difficulties = [self._difficulty(first + place) for place in range(self.candidates)]
-        return first + self.curriculum.choose(group_id, difficulties, horizon=horizon)
+        candidates = [self._candidate(task) for task in self._own(group_id)]
+        return self.curriculum.choose(group_id, candidates, horizon=horizon).task
 
     def learned(self, step: int, groups: Sequence[Group]) -> None:
         """Record the groups that a step was trained on."""
         self.curriculum.learned(
             step,
             [
-                Outcome(difficulty=self._difficulty(each.task_number), rewards=tuple(each.known.rewards))
+                Outcome(
+                    candidate=self._candidate(each.task_number, seen=each.task_number not in self._own(each.group_id)),
+                    rewards=tuple(each.known.rewards),
+                )
                 for each in groups
             ],
         )
 
-    def _difficulty(self, number: int) -> str:
+    def _own(self, group_id: int) -> range:
+        """Return the numbers of tasks that no other group has as new ones."""
+        return range(group_id * self.candidates, (group_id + 1) * self.candidates)
+
+    def _candidate(self, number: int, *, seen: bool = False) -> Candidate:
         task = self.environments.task(number, split="train")
-        if isinstance(self.environments, TaskDifficulty):
-            return self.environments.difficulty(task)
-        return str(task.get("environment", ""))
+        given = isinstance(self.environments, TaskDifficulty)
+        difficulty = self.environments.difficulty(task) if given else str(task.get("environment", ""))
+        return Candidate(task=number, difficulty=difficulty, seen=seen)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -56,7 +56,7 @@ def test_a_misspelt_word_gets_the_nearest_key(capsys: pytest.CaptureFixture[str]
         ("beta", "algorithm.kl_coef"),
         ("reward_funcs", "env.options.reward"),
         ("kl_penalty", "algorithm.kl_estimator"),
-        ("vllm_importance_sampling_cap", "algorithm.correction_options"),
+        ("vllm_importance_sampling_clip_max", "algorithm.correction_options"),
     ],
 )
 def test_a_name_of_another_system_finds_the_key(word: str, key: str, capsys: pytest.CaptureFixture[str]):

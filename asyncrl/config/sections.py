@@ -174,6 +174,8 @@ class ModelConfig(Section):
     """File with a Jinja chat template; none: the model's own."""
     chat_template_kwargs: Table = Field(default_factory=dict)
     """Further variables of the chat template, as in `{enable_thinking = false}`."""
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"
+    """How the model writes tool calls, as vLLM names it; `auto`: as the chat template does, or as Hermes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type that is computed in, and of engines, frozen and published weights; what is trained is held in float32."""
 

@@ -17,6 +17,7 @@ Where it can differ from rendering the whole conversation from its messages:
 * templates that rewrite *earlier* turns (dropping old reasoning): here nothing is rewritten;
 * templates without tool calls (SmolLM2's): calls in *given* messages are written as text, the way they are parsed;
   tools are not declared, so the environment's instructions have to name them;
+* ids of tool calls with Mistral's templates, which take nine letters and digits: the last nine, after zeros;
 * templates that render an answer differently depending on the *content* of the assistant's turn (one that checks tool
   call ids against it): the turn is rendered with a placeholder as its content.
 
@@ -28,7 +29,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.interfaces import Message, Tool
+from asyncrl.rollout.tool_calls import NOTATIONS, PROBE, PROBE_TURN, Notation, notation_of
 from asyncrl.storage import local_model
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
 
 _PLACEHOLDER = "\u2063sampled\u2063turn\u2063"
 """Stands for the assistant's turn in a rendering; never tokenized, and not found in ordinary text."""
-
-_OPENED_CALL, _CLOSED_CALL = "<tool_call>", "</tool_call>"
-_CALL_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +62,30 @@ class ChatRenderer:
         tokenizer: with a chat template whose assistant turns end with one special token (ChatML and its kin, Llama 3,
             the scratch model's).
         chat_template_kwargs: further variables of the template (``{"enable_thinking": False}``).
+        tool_call_parser: name of the notation in which the model writes tool calls
+            (:mod:`asyncrl.rollout.tool_calls`); ``auto`` for that of the template, or Hermes's.
 
     Raises:
-        ConfigError: no template, or its assistant turns do not end with a special token.
+        ConfigError: no template, its assistant turns do not end with a special token, or there is no such notation.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_call_parser: str = "auto",
     ) -> None:
+        if tool_call_parser not in ("auto", *NOTATIONS):
+            raise ConfigError(
+                f"model.tool_call_parser = {tool_call_parser!r} is no notation of tool calls",
+                path="model.tool_call_parser",
+                remedy=f"use one of auto, {', '.join(NOTATIONS)}",
+            )
         self._tokenizer = tokenizer
         self._options = dict(chat_template_kwargs or {})
         self._check: Callable[[str], object] | None = None
+        self._notation = "hermes"
         self._knows_calls = "tool_calls" in str(tokenizer.chat_template)
         if not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template", path="model", remedy="use an instruct model")
@@ -87,6 +98,12 @@ class ChatRenderer:
                 remedy="use a model whose template closes turns with a special token (ChatML, Llama 3)",
             )
         self._end_of_turn_id = ids[0]
+        self._notation = self._notation_of_template() if tool_call_parser == "auto" else tool_call_parser
+
+    @property
+    def notation(self) -> Notation:
+        """How the model writes tool calls."""
+        return NOTATIONS[self._notation]
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -127,12 +144,25 @@ class ChatRenderer:
             said: Message = {"role": role, "content": _PLACEHOLDER, "tool_call_id": "call_0", "name": "f"}
             asked: list[Message] = [{"role": "user", "content": "?"}]
             before = [*asked, {"role": "assistant", "content": "!"}] if role == "tool" else []
-            try:
-                return _PLACEHOLDER in self._render([*before, said, *asked], [], generation_prompt=False)
-            except Exception:  # noqa: BLE001 - a template is a program, which refuses a role as it likes
-                return False
+            return _PLACEHOLDER in self._tried([*before, said, *asked], [])
 
         return tuple(role for role in ("system", "developer", "tool") if writes(role))
+
+    def declares_tools(self) -> bool:
+        """Return whether the template shows the model which tools there are."""
+        return PROBE.name in self._tried([{"role": "user", "content": "?"}], [PROBE])
+
+    def _notation_of_template(self) -> str:
+        asked: Message = {"role": "user", "content": _PLACEHOLDER}
+        _, _, written = self._tried([asked, PROBE_TURN], [PROBE]).rpartition(_PLACEHOLDER)
+        return notation_of(written)
+
+    def _tried(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """Return what the template makes of messages; nothing, if it refuses them."""
+        try:
+            return self._render(messages, tools, generation_prompt=False)
+        except Exception:  # noqa: BLE001 - a template is a program, which refuses messages as it likes
+            return ""
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True
@@ -158,36 +188,15 @@ class ChatRenderer:
         ended = bool(sampled_ids) and sampled_ids[-1] == self._end_of_turn_id
         return appended[1:] if ended else appended
 
-    def parse(self, token_ids: Sequence[int]) -> Message:
-        """Return the assistant's message in sampled tokens; tool calls as Hermes and Qwen models write them.
+    def parse(self, token_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
+        """Return the assistant's message in sampled tokens, where ``tools`` were declared.
 
         ``content`` is the text outside the calls. Each of ``tool_calls`` has an id, a name and ``arguments``, an object
         of JSON. A call that cannot be read leaves its reason in ``malformed``, for the environment to answer.
         """
         ended = bool(token_ids) and token_ids[-1] == self._end_of_turn_id
         text = self.decode(token_ids[:-1] if ended else token_ids)
-        calls: list[dict[str, Any]] = []
-        problems: list[str] = []
-        *closed, content = text.split(_CLOSED_CALL)
-        outside: list[str] = []
-        for part in closed:  # in linear time, unlike a regular expression with runs of blanks
-            before, opened, written = part.partition(_OPENED_CALL)
-            outside.append(before if opened else part + _CLOSED_CALL)
-            if opened:
-                try:
-                    calls.append(_call(written.strip(), number=len(calls)))
-                except ValueError as error:
-                    problems.append(str(error))
-        content = "".join([*outside, content])
-        if _OPENED_CALL in content:
-            content, _, _ = content.partition(_OPENED_CALL)
-            problems.append("<tool_call> without </tool_call>")
-        message: Message = {"role": "assistant", "content": content.strip()}
-        if calls:
-            message["tool_calls"] = calls
-        if problems:
-            message["malformed"] = "; ".join(problems)
-        return message
+        return self.notation.parse(text, tools)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids``, special tokens included."""
@@ -239,7 +248,8 @@ class ChatRenderer:
     ) -> str:
         """Return what the template writes after the content of an assistant's turn that follows ``history``."""
         turn = {"role": "assistant", "content": _PLACEHOLDER}
-        text = self._render([*history, turn, *new_messages], tools, generation_prompt=generation_prompt)
+        before = map(self.notation.answered, history) if self._knows_calls else history
+        text = self._render([*before, turn, *new_messages], tools, generation_prompt=generation_prompt)
         _, found, after = text.partition(_PLACEHOLDER)
         if not found:
             raise ConfigError("the chat template does not write the assistant's content", remedy="use another template")
@@ -248,13 +258,22 @@ class ChatRenderer:
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                list(messages) if self._knows_calls else [_with_calls_as_text(message) for message in messages],
+                [self._for_template(message) for message in messages],
                 tools=[each.schema() for each in tools] or None,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
                 **self._options,
             )
         )
+
+    def _for_template(self, message: Message) -> Message:
+        """Return a message as the template takes it: where it knows no calls, with these as part of the content."""
+        if self._knows_calls:
+            return self.notation.for_template(message)
+        if not message.get("tool_calls"):
+            return message
+        written = self.notation.write([call["function"] for call in message["tool_calls"]])
+        return {"role": message["role"], "content": "\n".join(filter(None, [message.get("content"), written]))}
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a part of a rendered conversation, with nothing put before it."""
@@ -264,7 +283,11 @@ class ChatRenderer:
 
 
 def load_renderer(
-    model: str, *, chat_template: Path | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    model: str,
+    *,
+    chat_template: Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tool_call_parser: str = "auto",
 ) -> ChatRenderer:
     """Load the chat renderer of a model's folder, URL or name; ``chat_template`` replaces the model's own. Blocks.
 
@@ -291,57 +314,8 @@ def load_renderer(
                 remedy="a file with a Jinja template",
             ) from error
     try:
-        return ChatRenderer(tokenizer, chat_template_kwargs=chat_template_kwargs)
+        return ChatRenderer(tokenizer, chat_template_kwargs=chat_template_kwargs, tool_call_parser=tool_call_parser)
     except TemplateError as error:
         raise ConfigError(
             f"the chat template cannot be used: {error}", path="model.chat_template", remedy="correct it"
         ) from error
-
-
-def _with_calls_as_text(message: Message) -> Message:
-    """Return the message with its calls as part of the content, for templates without tool calls."""
-    if not message.get("tool_calls"):
-        return message
-    calls = (
-        json.dumps({"name": call["function"]["name"], "arguments": call["function"]["arguments"]})
-        for call in message["tool_calls"]
-    )
-    written = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
-    return {"role": message["role"], "content": "\n".join(filter(None, [message.get("content"), *written]))}
-
-
-def tool_call_json(written: str) -> Any:
-    """Return the value of JSON that a model or a client wrote.
-
-    Raises:
-        ValueError: it is no JSON (NaN and Infinity are none), deeper than 64 levels, or has text that UTF-8 cannot
-            write (half of a character).
-    """
-    try:
-        value = json.loads(written)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("not JSON (text that UTF-8 cannot write)") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from error
-    level = [value]
-    for _ in range(_CALL_DEPTH):
-        level = [
-            inner
-            for each in level
-            if isinstance(each, dict | list)
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
-            return value
-    raise ValueError(f"JSON of more than {_CALL_DEPTH} levels")
-
-
-def _call(written: str, *, number: int) -> dict[str, Any]:
-    """Return one tool call in OpenAI's form; raise a ValueError, in words for the model, if it is none."""
-    call = tool_call_json(written)
-    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        raise ValueError('a tool call is an object {"name": ..., "arguments": {...}}')
-    function = {"name": call["name"], "arguments": arguments}
-    return {"id": f"call_{number}", "type": "function", "function": function}

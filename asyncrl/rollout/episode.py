@@ -177,7 +177,7 @@ async def run_episode(
                 generation = await _generate(engine, request, tokens_before=episode.sampled_tokens)
             if turns is not None:
                 turns.sampled(episode.last_context, generation)
-            reply = renderer.parse(generation.token_ids)
+            reply = renderer.parse(generation.token_ids, tools)
             if on_reply is not None:
                 on_reply(reply)
             episode.add_turn(generation, reply)
@@ -327,7 +327,7 @@ class ReplayedEpisode:
 async def replay_episode(
     environment: Environment,
     task: Task,
-    replies: Sequence[Message],
+    replies: Sequence[Message] | Callable[[Sequence[Tool]], Sequence[Message]],
     *,
     deadline_s: float,
     ends_s: float = math.inf,
@@ -336,6 +336,7 @@ async def replay_episode(
 ) -> ReplayedEpisode | None:
     """Pass the replies of a finished episode to another environment, which is closed whatever happens.
 
+    ``replies`` may be a function of the environment's tools that returns them.
     No reply is passed after the step that is done. Return None from an environment that does not declare whether it is
     deterministic, or is not replayable, or whose class says that it never is deterministic. ``ends_s`` and ``closes_s``
     bound its calls as those of :func:`run_episode`.
@@ -360,6 +361,8 @@ async def replay_episode(
         _messages(first, what="reset", least=1)
         if not await _read(deterministic, what="deterministic"):
             return ReplayedEpisode(deterministic=False)
+        if callable(replies):
+            replies = replies(await _call(_tools, environment, what="tools", deadline_s=_left_s(deadline_s, ends_s)))
         steps: list[Step] = []
         for reply in replies:
             with _outside(times):

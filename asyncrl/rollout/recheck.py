@@ -188,16 +188,16 @@ class ReplayedRewards:
     ) -> None:
         assert batch.batch is not None
         token_ids, turns = (rows_of(batch.batch[name])[row] for name in ("input_ids", "turns"))
-        replies = [renderer.parse(tuple(token_ids[turns == turn].tolist())) for turn in range(len(trajectory.turns))]
+        sampled = [tuple(token_ids[turns == turn].tolist()) for turn in range(len(trajectory.turns))]
         cut = trajectory.finish_reason == "max_seq_len" and trajectory.turns[-1].finish_reason == "length"
         if cut and len(trajectory.token_ids) >= self._max_seq_len:
-            del replies[-1]  # the environment did not see it
+            del sampled[-1]  # the environment did not see it
         try:
             with self._times.episode():
                 replayed = await replay_episode(
                     make_environment(self._environments),
                     trajectory.task,
-                    replies,
+                    lambda tools: [renderer.parse(each, tools) for each in sampled],
                     deadline_s=self._deadline_s,
                     ends_s=ends_s,
                     closes_s=closes_s,
@@ -214,10 +214,10 @@ class ReplayedRewards:
         where = f"row {row} of group {group_id}"
         steps = replayed.steps
         ended = bool(steps) and steps[-1].done
-        if len(steps) != len(replies) or ended != (trajectory.finish_reason == "done"):
+        if len(steps) != len(sampled) or ended != (trajectory.finish_reason == "done"):
             now = f"ends after {len(steps)}" if ended else "does not end"
             raise InvariantError(
-                f"the episode of {where} ended with {trajectory.finish_reason!r} after {len(replies)} answered turns "
+                f"the episode of {where} ended with {trajectory.finish_reason!r} after {len(sampled)} answered turns "
                 f"and, played again, {now}: {_REMEDY}"
             )
         earned = [step.reward for step in steps]

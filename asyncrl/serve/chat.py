@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from asyncrl.errors import EngineError
 from asyncrl.interfaces import GenerationRequest, Message, SamplingParams, Tool
-from asyncrl.rollout.chat import tool_call_json
+from asyncrl.rollout.tool_calls import tool_call_json
 from asyncrl.serve.call import Call
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Limits, check_grammar, json_problem
@@ -70,16 +70,20 @@ async def chat_form(
     ``several`` calls may be made. Any text, where the server does not enforce forms.
     """
     text = call.state.chat_text()
+    notation = text.renderer.notation.name
     calls = partial(
         calls_grammar,
         several=several,
         opening=text.terminal("<tool_call>"),
         closing=text.terminal("</tool_call>"),
+        bare=notation == "llama3_json",
     )
     if grammar and tools:
         raise APIError(400, "a grammar, regex or choice restricts the whole text: leave out the tools")
     if not call.state.enforces_forms:
         return Form()
+    if (required or (tools and schema is not None)) and notation not in ("hermes", "llama3_json"):
+        raise APIError(400, f"calls in this model's notation ({notation}) cannot be enforced: let the model choose")
     if required:
         return Form(grammar=await call.off_loop(partial(calls, required)), calls=True)
     if grammar:
@@ -147,22 +151,28 @@ def calls_grammar(
     several: bool,
     opening: str = '"<tool_call>"',
     closing: str = '"</tool_call>"',
+    bare: bool = False,
     otherwise: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the grammar of calls of ``tools``, as :class:`asyncrl.rollout.chat.ChatRenderer` parses them.
 
     There is one call, or with ``several`` one or more. ``opening`` and ``closing`` are terminals around a call: a
-    quoted string, or the bare name of a special token. The text may be JSON of the schema ``otherwise`` instead of
-    calls.
+    quoted string, or the bare name of a special token; Llama's, which are ``bare``, have none. The text may be JSON of
+    the schema ``otherwise`` instead of calls.
     """
+    between = '"; "' if bare else '"\\n"'
     rules = [
         f"start: calls | {_json(otherwise)}" if otherwise is not None else "start: calls",
-        'calls: call ("\\n" call)*' if several else "calls: call",
+        f"calls: call ({between} call)*" if several else "calls: call",
         "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
     ]
     for number, tool in enumerate(tools):
-        head = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
-        rules.append(f'call_{number}: {opening} {json.dumps(head)} arguments_{number} "}}\\n" {closing}')
+        if bare:  # in the lexemes of JSON, since the text may be other JSON
+            pieces = ("{", '"name"', ": ", json.dumps(tool.name), ", ", '"parameters"', ": ")
+            rules.append(f'call_{number}: {" ".join(map(json.dumps, pieces))} arguments_{number} "}}"')
+        else:
+            head = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
+            rules.append(f'call_{number}: {opening} {json.dumps(head)} arguments_{number} "}}\\n" {closing}')
         rules.append(f"arguments_{number}: {_json({**tool.parameters, 'type': 'object'})}")
     return "\n".join([*rules, ""])
 
@@ -340,12 +350,14 @@ class ChatTurn:
         form: Form,
         prefill: str,
         stops: frozenset[int],
+        tools: Sequence[Tool],
     ) -> None:
         self._call = call
         self._prefill = prefill
         self._stops = stops
         self._text = text
         self._form = form
+        self._tools = tools
         self.prompt = prompt
         self.requests = requests
         self.choices: list[Choice] = []
@@ -383,13 +395,13 @@ class ChatTurn:
         sampling = replace(sampling.ending_at(end), grammar=check_grammar(state.limits, form.grammar))
         requests = call.requests(prompt.token_ids, sampling, choices=choices, scored_once=True)
         stops = frozenset(requests[0].sampling.stop_token_ids) - {end}
-        turn = cls(call, text, prompt, requests, form, rendering.prefill(messages), stops)
+        turn = cls(call, text, prompt, requests, form, rendering.prefill(messages), stops, tools)
         turn.choices = [
             Choice(
                 text.decode if skip_special_tokens and not tools else text.renderer.decode,
                 request.sampling,
                 special_ids=text.special_ids | {end},
-                tools=bool(tools),
+                notation=text.renderer.notation if tools else None,
                 include_stop=include_stop,
                 show_special=skip_special_tokens is False,
             )
@@ -403,7 +415,7 @@ class ChatTurn:
     def parse(self, number: int) -> ParsedTurn:
         """Check the form of a finished choice, add it to the session and return its message. Once per choice."""
         choice = self.choices[number]
-        parsed = choice.parse(self._text.renderer, call_prefix=f"call_{self._call.id}_{number}")
+        parsed = choice.parse(self._text.renderer, self._tools, call_prefix=f"call_{self._call.id}_{number}")
         if not self._stops & {*choice.token_ids[-1:]}:  # else a token of the client's, or the run's, cut it off
             self._form.check(choice, parsed)
         whole: Message = {**parsed.message, "content": self._prefill + (parsed.message["content"] or "")}

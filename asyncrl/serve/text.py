@@ -17,6 +17,7 @@ from asyncrl.errors import ConfigError, EngineError
 from asyncrl.interfaces import FinishReason, Generation, GenerationChunk, Message, SamplingParams, Tool, TopLogProbs
 from asyncrl.model_folder import rotary_change
 from asyncrl.rollout.chat import ChatRenderer
+from asyncrl.rollout.tool_calls import Notation
 from asyncrl.serve.errors import context_length_error
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ _UNFINISHED = "\ufffd"
 _MOST_WAITS = 64
 """Chunks that may end within a character in a row. No text needs so many; bytes that are none would be decoded again
 and again, in time that grows with their square."""
-_TOOL_CALL = "<tool_call>"
 _BYTES = _byte_letters()
 _BLANK = "\u0120"
 """The letter of the space, which every byte-level vocabulary has."""
@@ -361,8 +361,8 @@ class TextStream:
 
     A piece is kept back while it may be part of a character, the beginning of a ``stop`` string, or the beginning of
     ``hold`` (empty for none): the text from there on is not returned but kept in :attr:`held`, to be parsed as a whole
-    at the end. The stop string that is found after the first ``passed`` tokens, :attr:`stopped`, ends the text: before
-    it, or after it with ``include_stop``.
+    at the end; so is a text that begins with ``hold_first`` after white space. The stop string that is found after the
+    first ``passed`` tokens, :attr:`stopped`, ends the text: before it, or after it with ``include_stop``.
     """
 
     def __init__(
@@ -371,6 +371,7 @@ class TextStream:
         *,
         stop: Sequence[str] = (),
         hold: str = "",
+        hold_first: str = "",
         include_stop: bool = False,
         passed: int = 0,
     ) -> None:
@@ -379,6 +380,7 @@ class TextStream:
         self._later = tuple(stop)
         self._passed = passed
         self._hold = hold
+        self._hold_first = hold_first  # empty when the text has begun
         self._include_stop = include_stop
         self._ids: list[int] = []
         self._shown = 0  # ids whose text was taken into `_pending`
@@ -424,6 +426,8 @@ class TextStream:
         if found:
             at, self.stopped = min(found)
             self._pending, last = self._pending[: at + (len(self.stopped) if self._include_stop else 0)], True
+        if self._hold_first and (begins := self._pending.lstrip()):
+            self._hold, self._hold_first = self._hold_first if begins.startswith(self._hold_first) else self._hold, ""
         if self._holding:
             cut = 0
         elif self._hold and (cut := self._pending.find(self._hold)) >= 0:
@@ -460,7 +464,7 @@ class ParsedTurn:
 
 
 class Choice(GeneratedTokens):
-    """One choice of an answer while it grows: its tokens and their text, with tool calls parsed if there are ``tools``.
+    """One choice of an answer while it grows: its tokens and their text, with the tool calls that ``notation`` reads.
 
     Stop strings and stop tokens of ``sampling`` end the text; with ``include_stop`` they belong to it. ``special_ids``
     are no text at the end of a choice that stopped, unless that and ``show_special`` are set.
@@ -472,7 +476,7 @@ class Choice(GeneratedTokens):
         sampling: SamplingParams,
         *,
         special_ids: frozenset[int],
-        tools: bool = False,
+        notation: Notation | None = None,
         include_stop: bool = False,
         show_special: bool = False,
     ) -> None:
@@ -481,9 +485,13 @@ class Choice(GeneratedTokens):
         if include_stop and show_special:
             self._no_text = frozenset()
         self._last: tuple[int, ...] = ()  # the last token, while it may be one that is no text
-        hold = _TOOL_CALL if tools else ""
         self._stream = TextStream(
-            decode, stop=sampling.stop, hold=hold, include_stop=include_stop, passed=sampling.min_tokens
+            decode,
+            stop=sampling.stop,
+            hold=notation.mark if notation is not None else "",
+            hold_first=notation.first if notation is not None else "",
+            include_stop=include_stop,
+            passed=sampling.min_tokens,
         )
         self._pieces: list[str] = []
 
@@ -508,13 +516,13 @@ class Choice(GeneratedTokens):
     def stop_string(self) -> str | None:
         return self._stream.stopped
 
-    def parse(self, renderer: ChatRenderer, *, call_prefix: str) -> ParsedTurn:
-        """Return the finished choice as a message. Tool calls get the ids ``{call_prefix}_{number}``."""
+    def parse(self, renderer: ChatRenderer, tools: Sequence[Tool] = (), *, call_prefix: str) -> ParsedTurn:
+        """Return the finished choice as a message. Calls of ``tools`` get the ids ``{call_prefix}_{number}``."""
         message: Message = {"role": "assistant", "content": self.text}
         held = self._stream.held
         if not held:
             return ParsedTurn(message=message)
-        calls = renderer.parse(self.token_ids).get("tool_calls") or []
+        calls = renderer.parse(self.token_ids, tools).get("tool_calls") or []
         if not calls:
             message["content"] += held
             return ParsedTurn(message=message, tail=held)

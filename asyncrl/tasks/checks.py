@@ -6,9 +6,10 @@ path is the key. They are made in stages, cheap ones first, and one error has al
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
@@ -38,6 +39,8 @@ from asyncrl.trainer.assembly import (
 )
 from asyncrl.trainer.sft import file_conversations
 from asyncrl.weights import TransportSpec
+
+_log = logging.getLogger(__name__)
 
 
 def check_start(
@@ -246,11 +249,21 @@ def _check_policy(config: Config, environments: EnvironmentFactory) -> None:
         if needs_critic(config) and config.critic.path is None:
             _check_mesh(settings, own_head=True, critic=config.critic)
         if is_url(model.path) or Path(model.path).is_dir():
-            load_renderer(model.path, **chat_options(config))
+            renderer = load_renderer(model.path, **chat_options(config))
+            if not renderer.declares_tools() and _has_tools(environments):
+                text = "the chat template of %s declares no tools: name them, and how a call is written, in the system "
+                _log.warning(text + "message (docs/environments.md#tools)", model.chat_template or model.path)
     positions = config.rollout.options.get("max_model_tokens", positions)
     if isinstance(positions, int) and longest > positions:
         what = f" = {longest}: the model has {positions} positions"
         _refuse("rollout.max_seq_len", what, f"use at most {positions}, or another model")
+
+
+def _has_tools(environments: EnvironmentFactory) -> bool:
+    """Return whether an environment has tools; not, where it is not known before an episode."""
+    with suppress(Exception):  # foreign code may raise anything, and other checks name it
+        return bool(getattr(environments.make(), "tools", ()))
+    return False
 
 
 def _check_source(config: Document, demonstrations: object) -> int | None:

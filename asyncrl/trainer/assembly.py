@@ -765,6 +765,7 @@ def chat_options(config: Config) -> dict[str, Any]:
     return {
         "chat_template": config.model.chat_template,
         "chat_template_kwargs": dict(config.model.chat_template_kwargs),
+        "tool_call_parser": config.model.tool_call_parser,
     }
 
 

@@ -10,11 +10,13 @@ import pytest
 
 from asyncrl.cli.main import main
 from asyncrl.config import Config, RewardTrainingConfig
+from asyncrl.envs.calculator import CalculatorFactory
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.checks import check_reward_training, check_start
 from asyncrl.tasks.run import train
 from asyncrl.testing import EchoFactory
 from asyncrl.trainer.assembly import trainer_options
+from engines.training.scratch import make_scratch_tokenizer
 
 TABLES: dict[str, Any] = {
     "name": "first",
@@ -135,6 +137,22 @@ def test_rows_that_change_rotary_positions_are_refused(tmp_path: Path) -> None:
     made = config(tmp_path, model={"path": str(folder), "source": None, "options": {}})
     with pytest.raises(ConfigError, match=r"max_seq_len = 64: rotary positions \(dynamic\) are others in rows of more"):
         check_start(made)
+
+
+@pytest.mark.parametrize(
+    ("env", "declared"), [({"name": "calculator"}, False), ({"name": "calculator"}, True), (ECHO, False)]
+)
+def test_a_run_warns_of_a_template_that_declares_no_tools(
+    env: dict[str, Any], declared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = model_folder(tmp_path / "model", "tokenizer.json")
+    tokenizer = make_scratch_tokenizer([CalculatorFactory().demonstration(0)])
+    if declared:
+        tokenizer.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(str(folder))
+    check_start(config(tmp_path, env=env, model={"path": str(folder), "source": None, "options": {}}))
+    told = [each for each in caplog.messages if f"the chat template of {folder} declares no tools" in each]
+    assert len(told) == (env != ECHO and not declared)
 
 
 def test_an_algorithm_counts_only_where_it_trains(tmp_path: Path) -> None:

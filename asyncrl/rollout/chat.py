@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.interfaces import Message, Tool
-from asyncrl.rollout.tool_calls import NOTATIONS, PROBE, PROBE_TURN, Notation, notation_of
+from asyncrl.rollout.tool_calls import NOTATIONS, PROBE, PROBE_TURN, Hermes, Notation, notation_of
 from asyncrl.storage import local_model
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._options = dict(chat_template_kwargs or {})
         self._check: Callable[[str], object] | None = None
-        self._notation = "hermes"
+        self._notation = Hermes.name
         self._knows_calls = "tool_calls" in str(tokenizer.chat_template)
         if not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template", path="model", remedy="use an instruct model")
@@ -98,7 +98,8 @@ class ChatRenderer:
                 remedy="use a model whose template closes turns with a special token (ChatML, Llama 3)",
             )
         self._end_of_turn_id = ids[0]
-        self._notation = self._notation_of_template() if tool_call_parser == "auto" else tool_call_parser
+        self._written_in = self._notation_of_template() if self._knows_calls else ""
+        self._notation = (self._written_in or Hermes.name) if tool_call_parser == "auto" else tool_call_parser
 
     @property
     def notation(self) -> Notation:
@@ -152,10 +153,15 @@ class ChatRenderer:
         """Return whether the template shows the model which tools there are."""
         return PROBE.name in self._tried([{"role": "user", "content": "?"}], [PROBE])
 
-    def _notation_of_template(self) -> str:
+    def reads_calls(self) -> bool:
+        """Return whether calls are read in the notation that the template writes them in, if it writes any."""
+        return self._written_in in ("", self._notation)
+
+    def _notation_of_template(self) -> str | None:
+        """Return the notation of what the template writes; empty if it refuses a call, None if it is no known one."""
         asked: Message = {"role": "user", "content": _PLACEHOLDER}
         _, _, written = self._tried([asked, PROBE_TURN], [PROBE]).rpartition(_PLACEHOLDER)
-        return notation_of(written)
+        return notation_of(written) if written else ""
 
     def _tried(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Return what the template makes of messages; nothing, if it refuses them."""

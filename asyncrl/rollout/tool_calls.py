@@ -93,14 +93,15 @@ class Notation(ABC):
         return message
 
 
-def notation_of(written: str) -> str:
-    """Return the name of the notation in which a template has written :data:`PROBE_TURN`; else Hermes's."""
+def notation_of(written: str) -> str | None:
+    """Return the name of the notation in which a template has written :data:`PROBE_TURN`; None if it is another."""
     if Mistral.mark in written:
         return Mistral.name
     if "<function=probe>" in written:
         return Qwen3Coder.name
-    bare = Hermes.mark not in written and re.search(r'"parameters":\s*\{\s*"said"', written)
-    return Llama3Json.name if bare else Hermes.name
+    if Hermes.mark in written:
+        return Hermes.name
+    return Llama3Json.name if re.search(r'"parameters":\s*\{\s*"said"', written) else None
 
 
 def tool_call_json(written: str) -> Any:

@@ -24,7 +24,7 @@ from asyncrl.foreign import cause_of
 from asyncrl.interfaces import EnvironmentFactory, FiniteHeldOutTasks, Message, TaskDifficulty
 from asyncrl.model_folder import check_model, rotary_change
 from asyncrl.plugins import Part, check_part, install_command, is_model_source, offered_options, part_text
-from asyncrl.rollout.chat import load_renderer
+from asyncrl.rollout.chat import ChatRenderer, load_renderer
 from asyncrl.storage import Store, is_url
 from asyncrl.telemetry.trackers import check_tracker
 from asyncrl.trainer.assembly import (
@@ -250,20 +250,24 @@ def _check_policy(config: Config, environments: EnvironmentFactory) -> None:
             _check_mesh(settings, own_head=True, critic=config.critic)
         if is_url(model.path) or Path(model.path).is_dir():
             renderer = load_renderer(model.path, **chat_options(config))
-            if not renderer.declares_tools() and _has_tools(environments):
-                text = "the chat template of %s declares no tools: name them, and how a call is written, in the system "
-                _log.warning(text + "message (docs/environments.md#tools)", model.chat_template or model.path)
+            _check_tools(renderer, environments, model.chat_template or model.path)
     positions = config.rollout.options.get("max_model_tokens", positions)
     if isinstance(positions, int) and longest > positions:
         what = f" = {longest}: the model has {positions} positions"
         _refuse("rollout.max_seq_len", what, f"use at most {positions}, or another model")
 
 
-def _has_tools(environments: EnvironmentFactory) -> bool:
-    """Return whether an environment has tools; not, where it is not known before an episode."""
+def _check_tools(renderer: ChatRenderer, environments: EnvironmentFactory, where: Path | str) -> None:
+    """Warn of a chat template that does not fit the environment's tools, where these are known before an episode."""
+    tools: object = ()
     with suppress(Exception):  # foreign code may raise anything, and other checks name it
-        return bool(getattr(environments.make(), "tools", ()))
-    return False
+        tools = getattr(environments.make(), "tools", ())
+    if tools and not renderer.declares_tools():
+        text = "the chat template of %s declares no tools: name them, and how a call is written, in the system message"
+        _log.warning(text + " (docs/environments.md#tools)", where)
+    elif tools and not renderer.reads_calls():
+        text = "the chat template of %s writes tool calls in another notation than %s, in which they are read: see "
+        _log.warning(text + "model.tool_call_parser (docs/environments.md#tools)", where, renderer.notation.name)
 
 
 def _check_source(config: Document, demonstrations: object) -> int | None:

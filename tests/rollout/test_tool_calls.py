@@ -303,27 +303,30 @@ def test_the_template_says_in_which_notation(chatml: ChatRenderer, name: str) ->
     renderer = in_notation(chatml, name)
     assert renderer.notation.name == name
     assert renderer.declares_tools()
+    assert renderer.reads_calls()
     assert pickle.loads(pickle.dumps(renderer)).notation.name == name
     assert renderer.with_options({"more": 1}).notation.name == name
 
 
 @pytest.mark.parametrize(
-    "written",
+    ("written", "read"),
     [
-        "{{ raise_exception('no calls') }}",
-        "{{ calls[0].function.arguments + 'is no text' }}",
-        "{{ calls[0].function.name + '(said=\"x\")' }}",
-        '{{ \'<tool_call>{"name": "probe", "parameters": {"said": "x"}}</tool_call>\' }}',
+        ("{{ raise_exception('no calls') }}", True),  # it writes none
+        ("{{ calls[0].function.arguments + 'is no text' }}", True),
+        ("{{ calls[0].function.name + '(said=\"x\")' }}", False),
+        ('{{ \'<tool_call>{"name": "probe", "parameters": {"said": "x"}}</tool_call>\' }}', True),
     ],
 )
-def test_a_template_of_no_known_notation_gets_that_of_hermes(chatml: ChatRenderer, written: str) -> None:
-    assert with_template(chatml, TEMPLATE.replace("WRITTEN", written)).notation.name == "hermes"
+def test_a_template_of_no_known_notation_gets_that_of_hermes(chatml: ChatRenderer, written: str, read: bool) -> None:
+    renderer = with_template(chatml, TEMPLATE.replace("WRITTEN", written))
+    assert (renderer.notation.name, renderer.reads_calls()) == ("hermes", read)
 
 
 def test_a_notation_may_be_named(chatml: ChatRenderer) -> None:
     plain = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
     renderer = with_template(chatml, plain, tool_call_parser="mistral")
     assert not renderer.declares_tools()
+    assert renderer.reads_calls()
     text = renderer.decode(renderer.prompt([USER, {**turn(SUM), "content": "So:"}]))
     assert text.endswith('So:\n[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]<|im_end|>')
     with pytest.raises(ConfigError, match="no notation of tool calls") as caught:

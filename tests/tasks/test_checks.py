@@ -140,19 +140,27 @@ def test_rows_that_change_rotary_positions_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "declared"), [({"name": "calculator"}, False), ({"name": "calculator"}, True), (ECHO, False)]
+    ("env", "declared", "parser", "words"),
+    [
+        ({"name": "calculator"}, False, "auto", "declares no tools"),
+        ({"name": "calculator"}, True, "auto", ""),
+        ({"name": "calculator"}, True, "mistral", "writes tool calls in another notation than mistral"),
+        (ECHO, False, "auto", ""),
+    ],
 )
-def test_a_run_warns_of_a_template_that_declares_no_tools(
-    env: dict[str, Any], declared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_run_warns_of_a_template_that_does_not_fit_the_tools(
+    env: dict[str, Any], declared: bool, parser: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = model_folder(tmp_path / "model", "tokenizer.json")
     tokenizer = make_scratch_tokenizer([CalculatorFactory().demonstration(0)])
     if declared:
         tokenizer.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
     tokenizer.save_pretrained(str(folder))
-    check_start(config(tmp_path, env=env, model={"path": str(folder), "source": None, "options": {}}))
-    told = [each for each in caplog.messages if f"the chat template of {folder} declares no tools" in each]
-    assert len(told) == (env != ECHO and not declared)
+    model = {"path": str(folder), "source": None, "options": {}, "tool_call_parser": parser}
+    check_start(config(tmp_path, env=env, model=model))
+    told = [each for each in caplog.messages if f"the chat template of {folder}" in each]
+    assert len(told) == bool(words)
+    assert all(words in each for each in told)
 
 
 def test_an_algorithm_counts_only_where_it_trains(tmp_path: Path) -> None:

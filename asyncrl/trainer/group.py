@@ -122,8 +122,10 @@ class TaskChoice:
 
     def _candidate(self, number: int, *, seen: bool = False) -> Candidate:
         task = self.environments.task(number, split="train")
-        given = isinstance(self.environments, TaskDifficulty)
-        difficulty = self.environments.difficulty(task) if given else str(task.get("environment", ""))
+        if isinstance(self.environments, TaskDifficulty):
+            difficulty = self.environments.difficulty(task)
+        else:
+            difficulty = str(task.get("environment", ""))
         return Candidate(task=number, difficulty=difficulty, seen=seen)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -113,3 +114,39 @@ def alone() -> None:
 def test_bad_arguments_are_refused(change: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         ObjectStoreTransport(**{"namespace": "run", **change})
+
+
+ELSEWHERE = """
+import asyncio, sys
+import ray, torch
+from asyncrl.weights import TransportSpec
+from engines.rollout.remote.engine import RemoteEngine
+
+async def main():
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    spec = TransportSpec(name="object_store", namespace="run", options={})
+    publisher = spec.make()
+    engine = RemoteEngine("", engine="asyncrl.testing:VersionEchoEngine", python=sys.argv[1], transport=spec)
+    await engine.start()
+    await engine.fetch_weights(await asyncio.to_thread(publisher.publish, [("w", torch.ones(1000))], version=1))
+    await engine.commit_weights(1)
+    print(engine.weight_version)
+    await engine.close()
+    publisher.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
+)
+def test_the_environment_of_an_engine_reads_it(engine: str) -> None:
+    python = os.environ.get(f"ASYNCRL_{engine.upper()}_PYTHON")
+    if python is None:
+        pytest.skip(f"ASYNCRL_{engine.upper()}_PYTHON names no environment")
+    command = [sys.executable, "-c", ELSEWHERE, python]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert (ran.returncode, ran.stdout.split()) == (0, ["1"]), ran.stderr[-2000:]

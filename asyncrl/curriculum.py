@@ -9,9 +9,9 @@ task have shown, and prefers kinds whose groups differ and whose mean reward mov
 with counts that decay from step to step, those of the prior slowly, so that a kind which is solved, or too hard now, is
 tried again now and then: its score returns to that of a kind that was never seen. Tasks of one kind differ, too: one
 whose rows were right and wrong by turns is likely to show that again. So such a task is a candidate once more, for one
-of the groups that the weights of that step may sample first; tasks that were seen are kinds of their own. Of the
-candidates of a group, one is drawn in proportion to ``score ** SHARPNESS``, by a generator that the group's number
-seeds.
+of the groups that the weights of that step may sample first, and for those that take its place if it is dropped. Tasks
+that were seen are kinds of their own. Of the candidates of a group, one is drawn in proportion to ``score **
+SHARPNESS``, by a generator that the group's number seeds.
 
 The law: the choice depends on the seed, the group's number, its candidates, and the outcomes of the steps up to its
 *horizon*, the version at which the admission law admits it at the earliest. All of them are known by then, however the
@@ -37,6 +37,8 @@ _MIXED = 0.11
 are right or wrong, two are of each."""
 _FORGOTTEN = 200
 """Steps after which an outcome counts no more."""
+_FAR_BACK = 64
+"""Steps by which no horizon goes back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,8 @@ class Curriculum:
         # Twice as long as they count: the horizon goes back by some steps where groups are dropped.
         for old in [each for each in self._steps if each <= horizon - 2 * _FORGOTTEN]:
             del self._steps[old]
+        for old in [each for each in self._steps if each <= horizon - _FAR_BACK]:
+            self._steps[old].mixed = []
         draw = random.Random(f"{self._seed}/curriculum/{group_id}")  # noqa: S311 (reproducible, not secret)
         offered = [*candidates, *self._seen(group_id, horizon)]
         scores = {kind: self.score(kind, horizon=horizon) for kind in {each.kind for each in offered}}

@@ -45,6 +45,8 @@ def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     options: dict[str, Any] = {"image": namespace.image} if namespace.image else {}
     options |= offered_options("asyncrl.sandboxes", namespace.backend, {"lease_s": namespace.lease}, path="backend")
     backend = make_part("asyncrl.sandboxes", namespace.backend, options=options, path="backend")
+    if namespace.network and not getattr(backend, "has_network", True):
+        raise ConfigError(f"{namespace.backend} has no network", path="network", remedy="--backend container")
     limits = SandboxLimits(
         deadline_s=namespace.deadline,
         memory_bytes=int(namespace.memory_gib * (1 << 30)),

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _KEY = "env.options"
 _INHERITED = ("LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TZ", "USER")
-_PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
+_PLACEHOLDER = re.compile(r"\$?\{([A-Za-z_]\w*)\}")
 _END_S = 10.0
 _GRACE_S = 5.0
 """Time for an agent to end once it has no more turns."""
@@ -530,10 +530,15 @@ def filled(text: str, names: Mapping[str, str], *, option: str = "command") -> s
     'add: {"a": 1} ${HOME}'
 
     Raises:
-        ConfigError: there is no such name.
+        ConfigError: there is no such name, or one is written as a shell's.
     """
 
     def of(found: re.Match[str]) -> str:
+        if found[0].startswith("$"):
+            if found[1] not in names:
+                return found[0]
+            remedy = f"write {{{found[1]}}}"
+            raise ConfigError(f"{text!r}: {found[0]} is a shell's; {remedy}", path=f"{_KEY}.{option}", remedy=remedy)
         if found[1] not in names:
             remedy = f"one of {', '.join(sorted(names))}"
             raise ConfigError(f"{text!r} has no value for {found[0]}: {remedy}", path=f"{_KEY}.{option}", remedy=remedy)

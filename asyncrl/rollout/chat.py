@@ -30,6 +30,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,8 +161,14 @@ class ChatRenderer:
     def _notation_of_template(self) -> str | None:
         """Return the notation of what the template writes; empty if it refuses a call, None if it is no known one."""
         asked: Message = {"role": "user", "content": _PLACEHOLDER}
-        _, _, written = self._tried([asked, PROBE_TURN], [PROBE]).rpartition(_PLACEHOLDER)
-        return notation_of(written) if written else ""
+        whole, opening = self._tried([asked, PROBE_TURN], [PROBE]), ""
+        if not whole:
+            return ""
+        with suppress(Exception):  # as above
+            opening = self._render([asked], [PROBE], generation_prompt=True)
+        said = whole[len(opening) :] if opening and whole.startswith(opening) else whole.rpartition(_PLACEHOLDER)[2]
+        written, ended, _ = said.rpartition(self.decode([self._end_of_turn_id]))
+        return notation_of(written if ended else said)
 
     def _tried(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Return what the template makes of messages; nothing, if it refuses them."""

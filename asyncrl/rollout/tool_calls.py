@@ -94,14 +94,9 @@ class Notation(ABC):
 
 
 def notation_of(written: str) -> str | None:
-    """Return the name of the notation in which a template has written :data:`PROBE_TURN`; None if it is another."""
-    if Mistral.mark in written:
-        return Mistral.name
-    if "<function=probe>" in written:
-        return Qwen3Coder.name
-    if Hermes.mark in written:
-        return Hermes.name
-    return Llama3Json.name if re.search(r'"parameters":\s*\{\s*"said"', written) else None
+    """Return the notation in which :data:`PROBE_TURN` is read from what a template has written of it, if one does."""
+    probe = [_PROBE_CALL["function"]]
+    return next((name for name, each in NOTATIONS.items() if each.read(written, [PROBE]).calls == probe), None)
 
 
 def tool_call_json(written: str) -> Any:
@@ -198,14 +193,15 @@ class Qwen3Coder(Hermes):
         if not whole or not named or not name or rest.strip():
             raise ValueError("a tool call is <function=NAME>, its parameters and </function>")
         arguments: dict[str, Any] = {}
-        declared = next((tool.parameters.get("properties") for tool in tools if tool.name == name), None)
+        schema = next((tool.parameters for tool in tools if tool.name == name), {})
+        declared, definitions = schema.get("properties"), schema.get("$defs")
         for each in parameters:
             before, _, parameter = each.partition("<parameter=")
             key, named, value = parameter.partition(">")
             if before.strip() or not named:
                 raise ValueError("a parameter of a tool call is <parameter=NAME>, its value and </parameter>")
             value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key] = _typed(value, declared.get(key) if isinstance(declared, dict) else None)
+            arguments[key] = _typed(value, declared.get(key) if isinstance(declared, dict) else None, definitions)
         yield {"name": name, "arguments": arguments}
 
     def _written(self, call: Function) -> str:
@@ -214,18 +210,36 @@ class Qwen3Coder(Hermes):
         return f"<function={call['name']}>\n{''.join(parameters)}</function>"
 
 
-def _typed(written: str, schema: Any) -> Any:
+def _typed(written: str, schema: Any, definitions: Any) -> Any:
     """Return the value of a parameter: text, where its schema is unknown or a string's. Any: JSON."""
     if not isinstance(schema, dict):
         return written
-    types = json.dumps([schema.get("type"), schema.get("anyOf")])  # the names of all types are in it
     python = {"True": True, "False": False, "None": None}  # as the model's own template writes them
     try:
         value = python[written] if written in python else tool_call_json(written)
     except ValueError:
         return written
-    is_text = isinstance(value, str) or ('"string"' in types and f'"{_JSON_TYPES[type(value)]}"' not in types)
-    return written if is_text else value
+    types, own = _types(schema, definitions), _JSON_TYPES.get(type(value), "string")
+    accepted = own in types or (own == "integer" and "number" in types)
+    return written if own == "string" or ("string" in types and not accepted) else value
+
+
+def _types(schema: Any, definitions: Any, depth: int = 8) -> set[str]:
+    """Return the types that a schema names. Any: JSON, of a server or a user."""
+    if not isinstance(schema, dict) or not depth:
+        return set()
+    named = schema.get("type")
+    found = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
+    values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    found |= {_JSON_TYPES.get(type(each), "string") for each in values}
+    inner = [each for key in ("anyOf", "oneOf", "allOf") for each in _listed(schema.get(key))]
+    if isinstance(definitions, dict) and isinstance(reference := schema.get("$ref"), str):
+        inner.append(definitions.get(reference.rpartition("/")[2]))
+    return found.union(*(_types(each, definitions, depth - 1) for each in inner))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 class Llama3Json(Notation):
@@ -235,7 +249,7 @@ class Llama3Json(Notation):
 
     def read(self, text: str, tools: Sequence[Tool]) -> Reading:
         content, tagged, written = text.partition(self.mark)
-        if not tagged and not content.lstrip().startswith(self.first):
+        if not tagged and not (tools and content.lstrip().startswith(self.first)):
             return Reading(content)
         reading = Reading(content if tagged else "")
         reading.add(self._functions(written if tagged else content))

@@ -73,7 +73,7 @@ async def chat_form(
     notation = text.renderer.notation.name
     calls = partial(
         calls_grammar,
-        several=several,
+        several=several and notation != "llama3_json",  # whose templates refuse several in a history
         opening=text.terminal("<tool_call>"),
         closing=text.terminal("</tool_call>"),
         bare=notation == "llama3_json",
@@ -160,10 +160,9 @@ def calls_grammar(
     quoted string, or the bare name of a special token; Llama's, which are ``bare``, have none. The text may be JSON of
     the schema ``otherwise`` instead of calls.
     """
-    between = '"; "' if bare else '"\\n"'
     rules = [
         f"start: calls | {_json(otherwise)}" if otherwise is not None else "start: calls",
-        f"calls: call ({between} call)*" if several else "calls: call",
+        'calls: call ("\\n" call)*' if several else "calls: call",
         "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
     ]
     for number, tool in enumerate(tools):

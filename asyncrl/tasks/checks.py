@@ -21,7 +21,7 @@ from asyncrl.config.config import Document
 from asyncrl.datasets.source import check_files
 from asyncrl.errors import AsyncRLError, ConfigError, InvalidDataError
 from asyncrl.foreign import cause_of
-from asyncrl.interfaces import EnvironmentFactory, FiniteHeldOutTasks, Message, TaskDifficulty
+from asyncrl.interfaces import EnvironmentFactory, FiniteHeldOutTasks, Message
 from asyncrl.model_folder import check_model, rotary_change
 from asyncrl.plugins import Part, check_part, install_command, is_model_source, offered_options, part_text
 from asyncrl.rollout.chat import ChatRenderer, load_renderer
@@ -36,6 +36,7 @@ from asyncrl.trainer.assembly import (
     quiet_vendors,
     rollout_spec,
     trainer_options,
+    warm_start_options,
 )
 from asyncrl.trainer.sft import file_conversations
 from asyncrl.weights import TransportSpec
@@ -77,7 +78,7 @@ def check_start(
     if loads_model:
         checks.append(partial(_check_policy, config, assembly.environments))
     _run(*checks)
-    _run(partial(_check_trainers, config))  # the import of FSDP takes longer than all else
+    _run(partial(_check_trainers, config, trains=trains))  # the import of FSDP takes longer than all else
     return assembly.environments
 
 
@@ -86,7 +87,12 @@ def check_reward_training(config: RewardTrainingConfig) -> None:
 
     def parts() -> None:
         check_part(
-            "asyncrl.value_engines", config.trainer.engine, "", options=config.trainer.options, path="trainer.engine"
+            "asyncrl.value_engines",
+            config.trainer.engine,
+            "",
+            options=config.trainer.options,
+            path="trainer.engine",
+            **_ranks_of(config.trainer),
         )
         for name in config.telemetry.trackers:
             check_tracker(name)
@@ -164,9 +170,10 @@ def _check_parts(config: Config) -> None:
         _refuse("trainer.lora", " needs the package peft", f"install it: {install_command('peft')}")
 
 
-def _check_trainers(config: Config) -> None:
+def _check_trainers(config: Config, *, trains: bool) -> None:
     trainer, critic, group = config.trainer, config.critic, {"rank": 0, "master_addr": "", "master_port": None}
-    given = {**trainer_options(config), **group, **_ranks_of(trainer)}
+    options = trainer_options(config) if trains and config.steps else warm_start_options(config)
+    given = {**options, **group, **_ranks_of(trainer)}
     check_part("asyncrl.training_engines", trainer.engine, "", options=trainer.options, path="trainer.engine", **given)
     if needs_critic(config):
         given = {**critic_options(config), **group, **_ranks_of(critic)}
@@ -195,6 +202,7 @@ def _check_resources(config: Config) -> None:
     """Check that a group of ranks has a core each, and that the GPUs exist, where the run starts its own cluster."""
     cluster, cores = config.cluster, os.cpu_count() or 1
     if cluster.address is not None:
+        _check_devices(config)
         return
     roles = {"trainer": config.trainer, **({"critic": config.critic} if needs_critic(config) else {})}
     counts = {f"{name}.world_size": (role.world_size, role.num_cpus) for name, role in roles.items()}
@@ -215,6 +223,17 @@ def _check_resources(config: Config) -> None:
                 option, value = ("num_gpus", table.num_gpus) if table.num_gpus else ("options.device", device)
                 remedy = "leave it out, or join a cluster that has some (cluster.address)"
                 _refuse(f"{name}.{option}", f" = {value!r}: this machine has no GPU that torch can use", remedy)
+    _check_devices(config)
+
+
+def _check_devices(config: Config) -> None:
+    """Check that workers on Ray reserve the devices that they are to use: others see none."""
+    for name in ("trainer", "rollout", "critic", "reward"):
+        table = getattr(config, name)
+        device = str(table.options.get("device", ""))
+        if config.cluster.backend == "ray" and device.startswith("cuda") and not table.num_gpus:
+            what = f" = {device!r}: a run on Ray shows no GPU to workers that reserve none"
+            _refuse(f"{name}.options.device", what, f"set {name}.num_gpus")
 
 
 def _check_runs(config: Document) -> None:
@@ -296,10 +315,6 @@ def _check_tasks(config: Config, environments: EnvironmentFactory) -> None:
             if not isinstance(environments, FiniteHeldOutTasks):
                 environments.task(0, split="held_out")
         made = environments.make()
-        alike = config.env.candidates and not isinstance(environments, TaskDifficulty)
-        if alike and not any(environments.task(number, split="train").get("environment") for number in range(8)):
-            what = f" = {config.env.candidates}: the tasks of {part_text(config.env.name)!r} are all of one difficulty"
-            _refuse("env.candidates", what, "use 0, or give the environment a difficulty(task)")
     command_s = getattr(environments, "longest_command_s", 0.0)
     if command_s >= config.env.deadline_s:
         what = f" = {config.env.deadline_s:g}: one command of a turn may take {command_s:g} s"

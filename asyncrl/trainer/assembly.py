@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from asyncrl.algorithms import PolicyObjective, ValueObjective
 from asyncrl.config import ClusterConfig, Config, ModelConfig, Section
-from asyncrl.errors import ConfigError, DeadlineError, InfrastructureError, WorkerError
+from asyncrl.errors import ConfigError, DeadlineError, InfrastructureError, ResourceError, WorkerError
 from asyncrl.interfaces import (
     EnvironmentFactory,
     FiniteHeldOutTasks,
@@ -55,6 +55,7 @@ from asyncrl.weights import ROUNDOFF, TransportSpec
 
 if TYPE_CHECKING:
     from asyncrl.algorithms.kl import KLEstimator
+    from asyncrl.single_controller.ray import RayResourcePool
     from asyncrl.trainer.checkpoint import DriverState
 
 _log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ def _ray_group_maker(
         RayCluster(address=cluster.address, num_cpus=num_cpus, log_folder=log_folder, on_lost=failure_of_program())
     )
     from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, SubRayResourcePool
-    from asyncrl.single_controller.ray.resource_pool import check_together
+    from asyncrl.single_controller.ray.resource_pool import cluster_nodes
 
     shared = RayResourcePool(
         [places] if places else [],
@@ -178,7 +179,12 @@ def _ray_group_maker(
         return RayResourcePool([request.world_size], cpus_per_worker=request.num_cpus, gpus_per_worker=request.num_gpus)
 
     pools = {request.name: own_pool(request) for request in requests if request.bundles is None}
-    check_together({"shared by trainer and rollout": shared, **pools} if sharing else pools)
+    _check_together({"shared by trainer and rollout": shared, **pools} if sharing else pools, cluster)
+    reserving = any(request.num_gpus for request in requests)
+    if not reserving and any(node.total.get("GPU") for node in cluster_nodes()):
+        _log.warning(
+            "the cluster has GPUs, and no worker reserves one (trainer.num_gpus, rollout.num_gpus): all compute on CPUs"
+        )
 
     def make(request: WorkerGroupRequest) -> WorkerGroup:
         # Threads that wait for one another must sleep, not spin: other workers compute on these cores.
@@ -196,6 +202,18 @@ def _ray_group_maker(
         )
 
     return make
+
+
+def _check_together(pools: Mapping[str, RayResourcePool], cluster: ClusterConfig) -> None:
+    """Raise ResourceError if the cluster cannot hold all pools; only warn of one that was joined: it may grow."""
+    from asyncrl.single_controller.ray.resource_pool import check_together
+
+    try:
+        check_together(pools)
+    except ResourceError as error:
+        if cluster.address is None:
+            raise
+        _log.warning("%s\nnodes that join may have what is missing", error)
 
 
 def _local_group(request: WorkerGroupRequest) -> WorkerGroup:

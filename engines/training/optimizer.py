@@ -65,7 +65,7 @@ class LearningRate:
         if self.lr_scheduler_type != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
             raise ConfigError(
                 f"lr_scheduler_type {self.lr_scheduler_type!r} falls to 0 at total_steps, which is {self.total_steps}",
-                path="total_steps",
+                path="warmup_steps",
                 remedy=f"more optimizer steps than the {self.warmup_steps} of the warm-up",
             )
 

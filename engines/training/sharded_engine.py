@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
@@ -194,11 +194,19 @@ class ShardedEngine(Generic[ModelT]):
         Raises:
             ConfigError: one of them cannot be used, whatever the model.
         """
-        engine = cls.__new__(cls)
-        given = inspect.signature(cls).bind(*arguments, **options)
-        given.apply_defaults()
-        vars(engine).update(given.arguments)
-        engine._check()  # noqa: SLF001 - its own
+        engine, given = cls.__new__(cls), inspect.signature(cls).bind(*arguments, **options)
+        values: dict[str, Any] = {}
+        for each in fields(cls):
+            if each.default is not MISSING:
+                values[each.name] = each.default
+            elif each.default_factory is not MISSING:
+                values[each.name] = each.default_factory()
+        for name, value in given.arguments.items():
+            several = given.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            values |= value if several else {name: value}
+        vars(engine).update(values)
+        if all(hasattr(engine, each.name) for each in fields(cls)):  # else a derived class sets some itself
+            engine._check()  # noqa: SLF001 - its own
 
     def _check(self) -> None:
         """Check the options, and those that a derived class adds."""

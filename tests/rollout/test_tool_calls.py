@@ -314,7 +314,8 @@ def test_the_template_says_in_which_notation(chatml: ChatRenderer, name: str) ->
         ("{{ raise_exception('no calls') }}", True),  # it writes none
         ("{{ calls[0].function.arguments + 'is no text' }}", True),
         ("{{ calls[0].function.name + '(said=\"x\")' }}", False),
-        ('{{ \'<tool_call>{"name": "probe", "parameters": {"said": "x"}}</tool_call>\' }}', True),
+        ('{{ \'<tool_call>{"name": "probe", "parameters": {"said": "x"}}</tool_call>\' }}', False),
+        ('{{ \'<function=probe>{"said": "x"}</function>\' }}', False),
     ],
 )
 def test_a_template_of_no_known_notation_gets_that_of_hermes(chatml: ChatRenderer, written: str, read: bool) -> None:
@@ -356,7 +357,7 @@ ALTERNATING = """{%- set seen = namespace(role='') -%}
 def test_turns_that_templates_refuse_do_not_end_a_conversation(chatml: ChatRenderer) -> None:
     """What was said is in the tokens; of the messages before it, templates need only what they check."""
     llama = in_notation(chatml, "llama3_json")
-    several = llama.parse(llama.encode(f"{JSON_SUM}; {JSON_SUM}"))
+    several = llama.parse(llama.encode(f"{JSON_SUM}; {JSON_SUM}"), [ADD])
     answers = [{"role": "tool", "tool_call_id": each["id"], "content": "3"} for each in several["tool_calls"]]
     assert len(answers) == 2
     assert llama.decode(llama.extend([USER, several, *answers], [], [USER])) == (

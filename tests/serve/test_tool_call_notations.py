@@ -94,16 +94,16 @@ async def test_a_text_is_streamed_from_where_it_is_no_call(serve):
 @pytest.mark.parametrize(
     ("fields", "reply", "form"),
     [
-        ({"tool_choice": "required"}, f"{CALL}; {CALL}", {"several": True}),
-        ({"tool_choice": NAMED}, CALL, {"several": False}),
-        ({"response_format": JSON}, '{"a": 1}', {"several": True, "otherwise": SCHEMA}),
-        ({"response_format": JSON}, f"{CALL}; {CALL}", {"several": True, "otherwise": SCHEMA}),
-        ({"response_format": {"type": "json_object"}}, '{"nam": 1}', {"several": True, "otherwise": JSON_OBJECT}),
+        ({"tool_choice": "required"}, CALL, {}),
+        ({"tool_choice": NAMED}, CALL, {}),
+        ({"response_format": JSON}, '{"a": 1}', {"otherwise": SCHEMA}),
+        ({"response_format": JSON}, CALL, {"otherwise": SCHEMA}),
+        ({"response_format": {"type": "json_object"}}, '{"nam": 1}', {"otherwise": JSON_OBJECT}),
     ],
 )
 async def test_forms_of_llamas_calls(serve, fields, reply, form):
     llguidance = pytest.importorskip("llguidance")
-    expected = calls_grammar([Tool(name="add", description="", parameters=SCHEMA)], bare=True, **form)
+    expected = calls_grammar([Tool(name="add", description="", parameters=SCHEMA)], several=False, bare=True, **form)
     async with serve(lambda prompt: reply + "<|end|>") as served:
         await answered(served, tools=TOOLS, **fields)
         assert served.engines[0].requests[-1].sampling.grammar == expected

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.algorithms import PolicyObjective
 from asyncrl.cli.main import main
 from asyncrl.config import Config, RewardTrainingConfig
 from asyncrl.envs.calculator import CalculatorFactory
@@ -16,6 +17,7 @@ from asyncrl.tasks.checks import check_reward_training, check_start
 from asyncrl.tasks.run import train
 from asyncrl.testing import EchoFactory
 from asyncrl.trainer.assembly import trainer_options
+from engines.training.fsdp_engine import FSDPEngine
 from engines.training.scratch import make_scratch_tokenizer
 
 TABLES: dict[str, Any] = {
@@ -78,6 +80,10 @@ FUNCTION = {"source": "function"}
         ),
         ({"rollout": {"options": {"max_batch": 8}}}, "rollout.options.max_batch: .* has no option"),
         ({"rollout": {"options": {"device": "cuda"}}}, "rollout.options.device = 'cuda': this machine has no GPU"),
+        (
+            {"trainer": {"options": {"device": "cuda"}}, "cluster": {"address": "auto"}},
+            "trainer.options.device = 'cuda': a run on Ray shows no GPU to workers that reserve none",
+        ),
         ({"rollout": {"max_seq_len": 2048}}, "rollout.max_seq_len = 2048: the model has 1024 positions"),
         ({"trainer": {"world_size": 64}}, "trainer.world_size = 64: with 1 CPUs each"),
         ({"trainer": {"options": {"zero_stage": 3}}}, "trainer.options.zero_stage: .* has no option"),
@@ -100,7 +106,7 @@ FUNCTION = {"source": "function"}
         ({"trainer": {"optimizer": "adafactor", "world_size": 2}}, "trainer.optimizer: .* which 2 ranks have"),
         ({"trainer": {"optimizer_options": {"eps": 1e-6}}}, "trainer.optimizer_options: .* has no option 'eps'"),
         ({"trainer": {"options": {"stages_per_rank": 2}}}, "trainer.options.stages_per_rank: .* not divided"),
-        ({"env": {**ECHO, "candidates": 4}}, "env.candidates = 4: the tasks of .* are all of one difficulty"),
+        ({"trainer": {"lr_scheduler_type": "cosine", "warmup_steps": 2}}, "trainer.warmup_steps: .*falls to 0"),
         ({"runs": "/dev/null/runs"}, "/dev/null is no folder"),
         ({"sft": {"steps": 1}, "env": ECHO, "model": {"path": "x", "source": None, "options": {}}}, "model.path = 'x'"),
     ],
@@ -161,6 +167,25 @@ def test_a_run_warns_of_a_template_that_does_not_fit_the_tools(
     told = [each for each in caplog.messages if f"the chat template of {folder}" in each]
     assert len(told) == bool(words)
     assert all(words in each for each in told)
+
+
+def test_engines_are_checked_for_what_they_are_made_for(tmp_path: Path) -> None:
+    """Without a training step the warm start's engine alone is made; that of a reward model has a mesh, too."""
+    check_start(config(tmp_path, steps=0, rollout={"temperature": 0.0}, trainer={"optimizer": "adamw_8bit"}))
+    trainer = {"world_size": 2, "mesh": {"pp": 2}, "options": {"stages_per_rank": 2}}
+    data = tmp_path / "pairs.jsonl"
+    data.write_text('{"prompt": "?", "chosen": "a", "rejected": "b"}\n')
+    scratch = {"source": "scratch", "options": {"layers": 4}}
+    given = {"name": "r", "preferences": {"files": str(data)}, "model": scratch, "trainer": trainer}
+    check_reward_training(RewardTrainingConfig.from_mapping({**given, "runs": str(tmp_path)}))
+
+    class Derived(FSDPEngine):
+        def __init__(self, model_path: str, *, extra: int = 1, **options: Any) -> None:
+            super().__init__(model_path, lr=1e-3, **options)
+
+    Derived.check_options("", objective=PolicyObjective())  # it gives a field itself: nothing is known
+    with pytest.raises(ConfigError, match="epochs is 0"):
+        Derived.check_options("", objective=PolicyObjective(), lr=1e-3, epochs=0)
 
 
 def test_an_algorithm_counts_only_where_it_trains(tmp_path: Path) -> None:

@@ -260,10 +260,16 @@ async def test_weights_of_one_machine_are_refused_where_replicas_are_on_others(
 NODES = [NodeResources(name=f"node-{number}", total={"CPU": 32.0, "GPU": 4.0}, available={}) for number in range(2)]
 
 
-@pytest.mark.parametrize(("replicas", "fits"), [(4, True), (5, False)])
+@pytest.mark.parametrize(("replicas", "address", "fits"), [(4, None, True), (5, None, False), (5, "auto", True)])
 def test_groups_of_workers_have_to_fit_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int, fits: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    replicas: int,
+    address: str | None,
+    fits: bool,
 ) -> None:
+    """A cluster that was joined may grow: there it is a warning."""
     monkeypatch.setattr("asyncrl.single_controller.ray.cluster.RayCluster", lambda **_: nullcontext())
     monkeypatch.setattr("asyncrl.single_controller.ray.resource_pool.cluster_nodes", lambda: NODES)
     made: list[dict[str, Any]] = []
@@ -281,7 +287,7 @@ def test_groups_of_workers_have_to_fit_together(
         WorkerGroupRequest(role="reward", name="reward", worker=Worker, spec=None, num_cpus=1),
     ]
     with ExitStack() as stack:
-        cluster = ClusterConfig(backend="ray", address="auto")
+        cluster = ClusterConfig(backend="ray", address=address)
         with nullcontext() if fits else pytest.raises(ResourceError, match="together") as found:
             make = group_maker(cluster, requests, log_folder=tmp_path, stack=stack)
             for each in requests:
@@ -294,6 +300,7 @@ def test_groups_of_workers_have_to_fit_together(
         ]
     else:
         assert "pool rollout-4: [1] bundles of 1 GPU" in str(found.value)
+    assert ("nodes that join may have" in caplog.text) == (replicas == 5 and fits)
 
 
 async def test_a_buffer_process_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

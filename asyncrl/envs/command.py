@@ -48,6 +48,7 @@ _T = TypeVar("_T")
 _KEY = "env.options"
 _INHERITED = ("LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TZ", "USER")
 _PLACEHOLDER = re.compile(r"\$?\{([A-Za-z_]\w*)\}")
+_OWN_NAMES = ("task", "system", "folder", "base_url", "session_url", "api_key", "model")
 _END_S = 10.0
 _GRACE_S = 5.0
 """Time for an agent to end once it has no more turns."""
@@ -530,15 +531,12 @@ def filled(text: str, names: Mapping[str, str], *, option: str = "command") -> s
     'add: {"a": 1} ${HOME}'
 
     Raises:
-        ConfigError: there is no such name, or one is written as a shell's.
+        ConfigError: there is no such name.
     """
 
     def of(found: re.Match[str]) -> str:
         if found[0].startswith("$"):
-            if found[1] not in names:
-                return found[0]
-            remedy = f"write {{{found[1]}}}"
-            raise ConfigError(f"{text!r}: {found[0]} is a shell's; {remedy}", path=f"{_KEY}.{option}", remedy=remedy)
+            return found[0]
         if found[1] not in names:
             remedy = f"one of {', '.join(sorted(names))}"
             raise ConfigError(f"{text!r} has no value for {found[0]}: {remedy}", path=f"{_KEY}.{option}", remedy=remedy)
@@ -554,7 +552,8 @@ def _is_program(part: str, copy: str | None, env: Mapping[str, str] | None) -> b
     """Check whether a command can begin so: with a program of this machine, of the copied folder, or of a row."""
     copied = str(Path(copy, part)) if copy is not None and "/" in part else part
     path = (env or {}).get("PATH")
-    return bool(_PLACEHOLDER.search(part) or shutil.which(part, path=path) or shutil.which(copied))
+    of_row = any(not found[0].startswith("$") for found in _PLACEHOLDER.finditer(part))
+    return bool(of_row or shutil.which(part, path=path) or shutil.which(copied))
 
 
 def _absolute(command: Sequence[str], copy: str | None = None) -> list[str]:
@@ -646,6 +645,11 @@ class CommandFactory:
             if (given or name == "command") and not later and not _is_program(given[0] if given else "", copy, env):
                 missing = f"there is no program {given[0] if given else ''!r}"
                 raise ConfigError(missing, path=f"{_KEY}.{name}", remedy="install it, or check the path")
+        texts = {"command": command, "test_command": test_command, "score_command": score_command}
+        for name, written in {**texts, "env": [*(env or {}).values()]}.items():
+            for known in (each for text in written for each in _OWN_NAMES if f"${{{each}}}" in text):
+                remedy = f"write {{{known}}}"
+                raise ConfigError(f"{name}: ${{{known}}} is a shell's", path=f"{_KEY}.{name}", remedy=remedy)
         for name, limit in (("deadline_s", deadline_s), ("output_bytes", output_bytes)):
             if not (limit > 0 and math.isfinite(limit)):
                 raise ConfigError(f"{name} is {limit}", path=f"{_KEY}.{name}", remedy="a positive number")

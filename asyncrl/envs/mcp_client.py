@@ -28,7 +28,8 @@ _MOST_PAGES = 100
 _GRACE_S = 2.0
 """Time for a server to end after its input was closed; then its process group is killed."""
 _METHOD_NOT_FOUND, _INVALID_PARAMS, _INTERNAL_ERROR = -32601, -32602, -32603
-_MOST_ERRORS = 3
+_MOST_ERRORS = 10
+"""Internal errors of a server that has answered nothing else."""
 _INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
 _PROGRAM = """import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -234,6 +235,7 @@ class MCPServer:
         self._deadline_s = deadline_s
         self._requests = 0
         self._errors = 0
+        self._works = False
 
     async def open(self) -> list[dict[str, Any]]:
         """Connect, and return the tools that the server lists, each with a ``name`` and an ``inputSchema``.
@@ -270,7 +272,7 @@ class MCPServer:
         """Send a request and return its result.
 
         Raises:
-            ValueError: the server refused the parameters, or its tool failed, but not several times in a row.
+            ValueError: the server refused the parameters, or its tool failed, as not all its calls do.
             EnvironmentFailure: it ended, answered with another error, or does not keep to the protocol.
             EnvironmentDeadlineError: no answer came in time.
         """
@@ -292,8 +294,10 @@ class MCPServer:
         problem = problem if isinstance(problem, dict) else {}
         code = problem.get("code")
         # An exception in a tool is an internal error to some servers, and a result with isError to others.
-        self._errors = self._errors + 1 if code == _INTERNAL_ERROR and method == "tools/call" else 0
-        if code == _INVALID_PARAMS or 0 < self._errors < _MOST_ERRORS:
+        is_error = code == _INTERNAL_ERROR and method == "tools/call"
+        self._errors += is_error
+        self._works |= method == "tools/call" and not is_error
+        if code == _INVALID_PARAMS or (is_error and (self._works or self._errors < _MOST_ERRORS)):
             raise ValueError(str(problem.get("message", "invalid parameters")))
         result = answer.get("result")
         if not isinstance(result, dict):

@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,13 +160,13 @@ class ChatRenderer:
 
     def _notation_of_template(self) -> str | None:
         """Return the notation of what the template writes; empty if it refuses a call, None if it is no known one."""
-        asked: Message = {"role": "user", "content": _PLACEHOLDER}
-        whole, opening = self._tried([asked, PROBE_TURN], [PROBE]), ""
+        asked: Message = {"role": "user", "content": "?"}
+        whole = self._tried([asked, PROBE_TURN], [PROBE])
         if not whole:
             return ""
-        with suppress(Exception):  # as above
-            opening = self._render([asked], [PROBE], generation_prompt=True)
-        said = whole[len(opening) :] if opening and whole.startswith(opening) else whole.rpartition(_PLACEHOLDER)[2]
+        plain = self._tried([asked, {"role": "assistant", "content": _PLACEHOLDER}], [PROBE])
+        opening = os.path.commonprefix([whole, plain.partition(_PLACEHOLDER)[0]])  # noqa: RUF071  of texts
+        said = whole.removeprefix(opening)
         written, ended, _ = said.rpartition(self.decode([self._end_of_turn_id]))
         return notation_of(written if ended else said)
 

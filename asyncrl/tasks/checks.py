@@ -172,9 +172,21 @@ def _check_parts(config: Config) -> None:
 
 def _check_trainers(config: Config, *, trains: bool) -> None:
     trainer, critic, group = config.trainer, config.critic, {"rank": 0, "master_addr": "", "master_port": None}
-    options = trainer_options(config) if trains and config.steps else warm_start_options(config)
-    given = {**options, **group, **_ranks_of(trainer)}
-    check_part("asyncrl.training_engines", trainer.engine, "", options=trainer.options, path="trainer.engine", **given)
+    made = [trainer_options(config)] if trains and config.steps else []
+    if config.sft.steps or not made:  # which options are taken is checked of a run that makes no engine, too
+        made.append({**warm_start_options(config), **({} if config.sft.steps else {"lr_scheduler_type": "constant"})})
+    for options in made:
+        given = {**options, **group, **_ranks_of(trainer)}
+        try:
+            check_part(
+                "asyncrl.training_engines", trainer.engine, "", options=trainer.options, path="trainer.engine", **given
+            )
+        except ConfigError as error:
+            key = error.path.removeprefix("trainer.")
+            if "temperature" in options or key not in type(config.sft).model_fields:
+                raise
+            text = str(error).replace(error.path, f"sft.{key}", 1)
+            raise ConfigError(text, path=f"sft.{key}", remedy=error.remedy) from error
     if needs_critic(config):
         given = {**critic_options(config), **group, **_ranks_of(critic)}
         check_part("asyncrl.value_engines", critic.engine, "", options=critic.options, path="critic.engine", **given)
@@ -228,10 +240,13 @@ def _check_resources(config: Config) -> None:
 
 def _check_devices(config: Config) -> None:
     """Check that workers on Ray reserve the devices that they are to use: others see none."""
-    for name in ("trainer", "rollout", "critic", "reward"):
-        table = getattr(config, name)
-        device = str(table.options.get("device", ""))
-        if config.cluster.backend == "ray" and device.startswith("cuda") and not table.num_gpus:
+    roles: dict[str, Any] = {"trainer": config.trainer, "rollout": config.rollout}  # Any: their tables have both keys
+    roles |= {"critic": config.critic} if needs_critic(config) else {}
+    roles |= {"reward": config.reward} if config.reward.source != "environment" else {}
+    for name, table in roles.items():
+        device, shared = str(table.options.get("device", "")), config.cluster.colocate
+        together = [roles[each].num_gpus for each in shared if each in roles] if name in shared else [table.num_gpus]
+        if config.cluster.backend == "ray" and device.startswith("cuda") and not any(together):
             what = f" = {device!r}: a run on Ray shows no GPU to workers that reserve none"
             _refuse(f"{name}.options.device", what, f"set {name}.num_gpus")
 

@@ -211,7 +211,7 @@ def _check_together(pools: Mapping[str, RayResourcePool], cluster: ClusterConfig
     try:
         check_together(pools)
     except ResourceError as error:
-        if cluster.address is None:
+        if (cluster.address or os.environ.get("RAY_ADDRESS", "local")) == "local":
             raise
         _log.warning("%s\nnodes that join may have what is missing", error)
 

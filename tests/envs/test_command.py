@@ -527,8 +527,8 @@ def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         factory_of("well", test_command=["true"], score_command=["true"])
     with pytest.raises(ConfigError, match=r"has no value for \{mistake\}"):
         filled("{mistake}", {"task": "t"})
-    with pytest.raises(ConfigError, match=r"write \{task\}"):
-        filled("agent ${task}", {"task": "t"})
+    with pytest.raises(ConfigError, match=r"\$\{task\} is a shell's"):
+        factory_of("well", test_command=["sh", "-c", "judge ${task}"])
 
 
 @pytest.mark.parametrize(("option", "value"), [("test_command", ["true", "{mistake}"]), ("env", {"A": "{mistake}"})])

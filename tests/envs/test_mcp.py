@@ -112,7 +112,7 @@ async def test_a_tool_that_raises_in_its_server_is_answered(rows: str) -> None:
         await environment.reset(factory.task(0, split="train"))
         call = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
         reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-        for _ in range(2):
+        for _ in range(9):
             (message,) = (await environment.step(reply)).messages
             assert message["content"] == "error: no add"
         with pytest.raises(EnvironmentFailure, match="'sums' failed in tools/call"):  # it does nothing else

@@ -308,6 +308,14 @@ def test_the_template_says_in_which_notation(chatml: ChatRenderer, name: str) ->
     assert renderer.with_options({"more": 1}).notation.name == name
 
 
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_a_generation_prompt_may_say_more_than_a_turn_begins_with(chatml: ChatRenderer, name: str) -> None:
+    template = TEMPLATE.replace("WRITTEN", WRITTEN[name]).replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    assert "<think>" in template
+    renderer = with_template(chatml, template)
+    assert (renderer.notation.name, renderer.reads_calls()) == (name, True)
+
+
 @pytest.mark.parametrize(
     ("written", "read"),
     [

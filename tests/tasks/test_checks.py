@@ -172,6 +172,11 @@ def test_a_run_warns_of_a_template_that_does_not_fit_the_tools(
 def test_engines_are_checked_for_what_they_are_made_for(tmp_path: Path) -> None:
     """Without a training step the warm start's engine alone is made; that of a reward model has a mesh, too."""
     check_start(config(tmp_path, steps=0, rollout={"temperature": 0.0}, trainer={"optimizer": "adamw_8bit"}))
+    falls = {"lr_scheduler_type": "cosine", "warmup_steps": 2}
+    check_start(config(tmp_path, steps=0, sft={"steps": 0, "lr_scheduler_type": "cosine"}))
+    with pytest.raises(ConfigError, match=r"sft\.warmup_steps: .*falls to 0") as caught:
+        check_start(config(tmp_path, sft={"steps": 2, **falls}))
+    assert caught.value.path == "sft.warmup_steps"
     trainer = {"world_size": 2, "mesh": {"pp": 2}, "options": {"stages_per_rank": 2}}
     data = tmp_path / "pairs.jsonl"
     data.write_text('{"prompt": "?", "chosen": "a", "rejected": "b"}\n')

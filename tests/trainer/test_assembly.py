@@ -270,6 +270,7 @@ def test_groups_of_workers_have_to_fit_together(
     fits: bool,
 ) -> None:
     """A cluster that was joined may grow: there it is a warning."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("asyncrl.single_controller.ray.cluster.RayCluster", lambda **_: nullcontext())
     monkeypatch.setattr("asyncrl.single_controller.ray.resource_pool.cluster_nodes", lambda: NODES)
     made: list[dict[str, Any]] = []

@@ -111,20 +111,25 @@ async def test_neither_results_nor_arguments_are_kept_while_the_next_one_runs() 
         pass
 
     queue = SyncCalls()
-    open_ = threading.Event()
+    begun, open_ = threading.Event(), threading.Event()
     given_, made, raised = Batch(), Batch(), Batch()
     watched = [weakref.ref(each) for each in (given_, made, raised)]
 
     def fails(batch: Batch) -> None:
         raise ValueError(batch)
 
+    def waits() -> None:
+        begun.set()
+        open_.wait()
+
     tasks = [
         asyncio.create_task(call(queue, lambda batch=given_, result=[made]: result.pop())),
         asyncio.create_task(call(queue, lambda batch=raised: fails(batch))),
     ]
-    last = asyncio.create_task(call(queue, open_.wait))
+    last = asyncio.create_task(call(queue, waits))
     del given_, made, raised
     await asyncio.wait(tasks)
+    await asyncio.to_thread(begun.wait)
     assert isinstance(tasks[1].exception(), ValueError)
     del tasks
     gc.collect()

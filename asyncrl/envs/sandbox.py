@@ -207,6 +207,7 @@ class SandboxFactory(DatasetFactory):
 
     @property
     def longest_command_s(self) -> float:
+        """Longest time of one command of a turn; ``env.deadline_s``, which the whole turn has, must be longer."""
         return self._limits.deadline_s
 
     def make(self) -> SandboxEnvironment:

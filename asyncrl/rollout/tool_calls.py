@@ -224,18 +224,23 @@ def _typed(written: str, schema: Any, definitions: Any) -> Any:
     return written if own == "string" or ("string" in types and not accepted) else value
 
 
-def _types(schema: Any, definitions: Any, depth: int = 8) -> set[str]:
-    """Return the types that a schema names. Any: JSON, of a server or a user."""
-    if not isinstance(schema, dict) or not depth:
-        return set()
-    named = schema.get("type")
-    found = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
-    values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
-    found |= {_JSON_TYPES.get(type(each), "string") for each in values}
-    inner = [each for key in ("anyOf", "oneOf", "allOf") for each in _listed(schema.get(key))]
-    if isinstance(definitions, dict) and isinstance(reference := schema.get("$ref"), str):
-        inner.append(definitions.get(reference.rpartition("/")[2]))
-    return found.union(*(_types(each, definitions, depth - 1) for each in inner))
+def _types(schema: Any, definitions: Any) -> set[str]:
+    """Return the types that a schema names, each definition read once. Any: JSON, of a server or a user."""
+    found, followed, waiting = set[str](), set[str](), [schema]
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, dict):
+            continue
+        named = each.get("type")
+        found |= {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
+        values = [*_listed(each.get("enum")), *([each["const"]] if "const" in each else [])]
+        found |= {_JSON_TYPES.get(type(one), "string") for one in values}
+        waiting += [one for key in ("anyOf", "oneOf", "allOf") for one in _listed(each.get(key))]
+        reference = str(each.get("$ref", "")).rpartition("/")[2]
+        if isinstance(definitions, dict) and reference in definitions and reference not in followed:
+            followed.add(reference)
+            waiting.append(definitions[reference])
+    return found
 
 
 def _listed(value: Any) -> list[Any]:

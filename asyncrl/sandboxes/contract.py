@@ -245,7 +245,7 @@ class Sandbox(ABC):
 
 
 class SandboxBackend(Protocol):
-    """Makes sandboxes of one kind."""
+    """Makes sandboxes of one kind. A class whose sandboxes never have a network may say so: ``has_network = False``."""
 
     async def create(self, limits: SandboxLimits) -> Sandbox:
         """Make a sandbox with an empty folder.

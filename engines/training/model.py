@@ -395,9 +395,9 @@ def _kept_in_float32(causal_lm: Any) -> frozenset[str]:
 
 
 class _MarkFloat32(TorchFunctionMode):
-    """Makes float64 of what is to be float32, which can be told then from what is so by default.
+    """Makes tensors float64 that are asked for in float32, so that they differ from those of the default dtype.
 
-    For this thread alone, where another default dtype would be everyone's.
+    It concerns this thread alone; another default dtype would concern all.
     """
 
     def __torch_function__(

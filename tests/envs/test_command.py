@@ -519,6 +519,8 @@ def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         factory_of("well", concurrency=2.5)
     with pytest.raises(ConfigError, match="there is no program 'no-such-test'"):
         factory_of("well", test_command=["no-such-test"])
+    with pytest.raises(ConfigError, match="there is no program"):  # no shell fills it in
+        factory_of("well", test_command=["${HOME}-no-such-test"])
     (tmp_path / "pyproject.toml").touch()  # there is one in the working directory, too
     copied = factory_of("well", test_command=["cat", "pyproject.toml", "README.md"], copy=str(tmp_path))
     assert copied.judging_command == ["cat", "pyproject.toml", str(Path("README.md").absolute())]

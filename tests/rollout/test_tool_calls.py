@@ -220,7 +220,7 @@ def test_arguments_have_a_bounded_depth(name: str, text: str) -> None:
 
 def test_llamas_hostile_turn_without_a_mark_is_an_answer() -> None:
     for text in ("{" * 100_000, '{"a":' * 100_000, JSON_SUM * 20_000 + "x"):
-        assert NOTATIONS["llama3_json"].parse(text) == {"role": "assistant", "content": text}
+        assert NOTATIONS["llama3_json"].parse(text, [ADD]) == {"role": "assistant", "content": text}
 
 
 ANY_OF = {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": {"type": "string"}}]}
@@ -250,10 +250,18 @@ ANY_OF = {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "ite
         (None, "3", "3"),
         ("garbage", "3", "3"),
         ({"type": 7, "anyOf": 7}, "3", 3),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
+        ({"anyOf": [{"type": "number"}, {"type": "string"}]}, "3", 3),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"$ref": "#/$defs/Colour"}, "1", "1"),
+        ({"$ref": "#/$defs/Hostile"}, "1", 1),
     ],
 )
 def test_values_of_qwen3_coder_have_the_types_of_the_tool(schema: Any, written: str, value: Any) -> None:
-    declared = Tool(name="f", description="", parameters={"type": "object", "properties": {"x": schema}})
+    itself = {"anyOf": [{"$ref": "#/$defs/Hostile"}] * 50}
+    definitions = {"Colour": {"type": "string", "enum": ["1"]}, "Hostile": itself}
+    parameters = {"type": "object", "properties": {"x": schema}, "$defs": definitions}
+    declared = Tool(name="f", description="", parameters=parameters)
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
     qwen = NOTATIONS["qwen3_coder"]
     assert functions(qwen.parse(text, [ADD, declared])) == [{"name": "f", "arguments": {"x": value}}]

@@ -169,6 +169,19 @@ def test_a_run_warns_of_a_template_that_does_not_fit_the_tools(
     assert all(words in each for each in told)
 
 
+def test_roles_that_share_processes_share_their_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    tables: dict[str, Any] = {
+        "algorithm": {"advantage": "gae"},
+        "trainer": {"num_gpus": 1},
+        "critic": {"options": {"device": "cuda"}},
+    }
+    with pytest.raises(ConfigError, match=r"critic\.options\.device = 'cuda': a run on Ray shows no GPU"):
+        check_start(config(tmp_path, **tables))
+    check_start(config(tmp_path, **tables, cluster={"colocate": ["trainer", "critic"]}))
+    check_start(config(tmp_path, **{**tables, "algorithm": {}}))  # there is no critic
+
+
 def test_engines_are_checked_for_what_they_are_made_for(tmp_path: Path) -> None:
     """Without a training step the warm start's engine alone is made; that of a reward model has a mesh, too."""
     check_start(config(tmp_path, steps=0, rollout={"temperature": 0.0}, trainer={"optimizer": "adamw_8bit"}))
